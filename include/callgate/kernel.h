@@ -172,13 +172,13 @@ struct AttributeParameter {
 };
 template <class T>
 struct Parameter<Attr<T>> : AttributeParameter<Attr<T>, CALLGATE_ATTR_NUMBER, kDType<T>> {
-  static_assert(kDType<T> != 0, "cg::Attr of a type that is no number");
+  static_assert(kDType<T> != 0, "cg::Attr needs a number type");
 };
 template <>
 struct Parameter<String> : AttributeParameter<String, CALLGATE_ATTR_STRING, 0> {};
 template <class T>
 struct Parameter<Numbers<T>> : AttributeParameter<Numbers<T>, CALLGATE_ATTR_NUMBERS, kDType<T>> {
-  static_assert(kDType<T> != 0, "cg::Numbers of a type that is no number");
+  static_assert(kDType<T> != 0, "cg::Numbers needs a number type");
 };
 template <>
 struct Parameter<Dict> : AttributeParameter<Dict, CALLGATE_ATTR_DICTIONARY, 0> {};
@@ -199,7 +199,7 @@ struct MakeIndices<0, I...> {
 
 template <auto kFunction, class Type = decltype(kFunction)>
 struct Kernel {
-  static_assert(sizeof(Type) == 0, "a kernel is a function that returns void");
+  static_assert(sizeof(Type) == 0, "a kernel function must return void");
 };
 template <auto kFunction, class... P>
 struct Kernel<kFunction, void (*)(P...)> {
@@ -230,7 +230,7 @@ struct Kernel<kFunction, void (*)(P...)> {
     } catch (const std::exception& error) {
       call.services->fail(&call, error.what());
     } catch (...) {
-      call.services->fail(&call, "an exception that is no std::exception");
+      call.services->fail(&call, "an exception that is not a std::exception");
     }
     return 1;
 #else

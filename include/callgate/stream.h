@@ -172,7 +172,7 @@ class Cursor {
   std::size_t left() const noexcept { return left_; }
   [[noreturn]] void fail(const std::string& what) const { throw FormatError(offset_, what); }
   const char* take(std::size_t size) {
-    if (size > left_) fail("a frame that is too short for what it says it holds");
+    if (size > left_) fail("a frame that is too short for its content");
     const char* start = data_;
     data_ += size;
     left_ -= size;
@@ -192,8 +192,8 @@ inline Leaf parse_leaf(Cursor& in) {
   auto rank = in.get<std::uint32_t>(), dtype = in.get<std::uint32_t>();
   auto path = in.get<std::uint32_t>();
   in.get<std::uint32_t>();
-  if (leaf.bits == 0 || leaf.bits > 1024) in.fail("a leaf with elements of no sensible size");
-  if (rank > in.left() / 8 || rank > kMaxRank) in.fail("a leaf with more dims than an array has");
+  if (leaf.bits == 0 || leaf.bits > 1024) in.fail("a leaf with an invalid element size");
+  if (rank > in.left() / 8 || rank > kMaxRank) in.fail("a leaf with too many dims");
   leaf.dims.resize(rank);
   std::uint64_t elements = 1, most = 1;  // most: as if no extent were 0
   for (std::int64_t& dim : leaf.dims) {
@@ -244,7 +244,7 @@ inline void parse_levels(const Cursor& in, Source& source) {
   for (const Level& level : source.levels) {
     auto size = static_cast<std::uint64_t>(level.size);
     if (is_numbered(level)) {
-      if (!has_number(source)) in.fail("lanes that no leaf has");
+      if (!has_number(source)) in.fail("lanes without a leaf that has them");
       if (size == 0 || numbered > std::uint64_t{INT32_MAX} / size) in.fail("lanes beyond an int32");
       numbered *= size;
       continue;
@@ -276,9 +276,9 @@ inline std::shared_ptr<const Source> parse_source(Cursor& in, std::size_t number
   auto lanes = in.get<std::uint32_t>(), leaves = in.get<std::uint32_t>();
   source->value_leaves = in.get<std::uint32_t>();
   in.get<std::uint32_t>();
-  if (leaves > in.left() / 24) in.fail("a source with more leaves than its frame holds");
+  if (leaves > in.left() / 24) in.fail("a source with more leaves than fit its frame");
   if (source->value_leaves > leaves || (source->has_where && source->value_leaves == leaves))
-    in.fail("a source with fewer leaves than it says");
+    in.fail("a source with fewer leaves than declared");
   source->name = in.text(name);
   source->description = in.text(description);
   source->lanes = in.text(lanes);
@@ -343,7 +343,7 @@ class Reader {
       std::memcpy(&crc, frame + 4, sizeof(crc));
       if (crc != crc32c(frame + kHeaderBytes, length - kHeaderBytes)) {
         if (zeros_follow(length)) return std::nullopt;
-        body.fail("a damaged frame: its checksum is another");
+        body.fail("a damaged frame: the checksum differs");
       }
       std::optional<Record> record;
       if (frame[3] == 'R') record = parse_record(body);
@@ -457,7 +457,7 @@ class Reader {
     if (!known || in.get<std::uint32_t>() != crc32c(head, 20))
       in.fail("a damaged frame: no valid header");
     if (length < kHeaderBytes || length % 8 != 0 || length > kMaxBytes)
-      in.fail("a frame of a length that none has");
+      in.fail("a frame with an invalid length");
     if (head[3] != 'S' && head[3] != 'X' && session_.version == 0)
       in.fail("a frame before any session");
     return length;

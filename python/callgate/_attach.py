@@ -52,8 +52,8 @@ def start() -> None:
   global _started
   if _started:
     raise ImportError(
-      "importlib.reload(callgate): expected one import in a process, since the first has changed "
-      "JAX; start a new process, or restart the notebook's kernel"
+      "importlib.reload(callgate): callgate can be imported only once in a process, because it "
+      "changes JAX; start a new process, or restart the notebook's kernel"
     )
   _started = True
   for code, dtype in dtypes.dtypes().items():

@@ -140,7 +140,7 @@ std::map<std::string, std::uint64_t> sent_by_channel() {
 void report_lost(const std::string& what, std::uint64_t count) {
   std::fprintf(stderr,
                "callgate: not delivered at the end of the program: %s: %llu record(s) that came "
-               "after callgate's end, from a thread that went on or an atexit handler registered "
+               "after callgate's end, from a thread that still ran or an atexit handler registered "
                "before callgate was imported\n",
                what.c_str(), static_cast<unsigned long long>(count));
 }
@@ -212,9 +212,9 @@ void refuse_second_copy() {
   constexpr const char* kMark = "_callgate_module";  // an attribute of `sys`, which all share
   if (PySys_GetObject(kMark) != nullptr)
     throw nb::import_error(
-        "callgate is loaded in this process already: expected one copy, imported once, got another "
-        "(a second installation on sys.path, or an import after the modules left sys.modules); "
-        "start a new process, or restart the notebook's kernel");
+        "callgate is loaded in this process already: it can be imported only once (a second "
+        "installation is on sys.path, or the modules were removed from sys.modules); start a new "
+        "process, or restart the notebook's kernel");
   PySys_SetObject(kMark, Py_True);
 }
 

@@ -12,9 +12,9 @@ std::shared_ptr<Channel> ChannelSlot::open_channel() const {
 void ChannelSlot::open(std::shared_ptr<Channel> channel) {
   std::lock_guard lock(mutex_);
   if (is_open_)
-    throw Error(ErrorCode::kAlreadyExists,
-                "a channel named '" + name_ +
-                    "' is open already; close it first, or give this one another name");
+    throw Error(
+        ErrorCode::kAlreadyExists,
+        "a channel named '" + name_ + "' is open already; close it first, or choose another name");
   channel->adopt(take_out());
   put_in(std::move(channel));
   is_open_ = true;

@@ -186,10 +186,10 @@ void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> 
     if (refused == nullptr) refused = run.front().source;
   });
   if (refused == nullptr) return;
-  throw Error("channel '" + options_.name + "'",
-              "consumers in Python, called for each record, of tap '" + refused->name +
-                  "', which has on_device=True",
-              consumer.description());
+  throw Error(
+      "channel '" + options_.name + "'",
+      "Python consumers without batch=, since tap '" + refused->name + "' has on_device=True",
+      consumer.description());
 }
 
 std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
@@ -318,10 +318,10 @@ void Channel::report_no_memory() noexcept {
   no_memory_.store(1, std::memory_order_relaxed);
   Itself itself;
   tell(itself, [&] {
-    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'",
-                "memory for a record of " + std::to_string(bytes) + " bytes",
-                "none from the system: it is dropped, as all will be that find none; stats() "
-                "counts them");
+    throw Error(
+        ErrorCode::kInternal, "channel '" + options_.name + "'",
+        "memory for a record of " + std::to_string(bytes) + " bytes",
+        "none: the record is dropped, as are later ones without memory; see stats() for the count");
   });
 }
 

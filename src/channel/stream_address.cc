@@ -66,7 +66,7 @@ UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
 void clear_unix_path(const StreamAddress& address) {
   struct stat status{};
   if (lstat(address.path.c_str(), &status) != 0) return;
-  if (!S_ISSOCK(status.st_mode)) address.fail("listening", "a file of another kind is there");
+  if (!S_ISSOCK(status.st_mode)) address.fail("listening", "the path is another kind of file");
   int reason = 0;
   if (try_to_connect(address, reason)) address.fail("listening", "another process listens there");
   if (reason == ECONNREFUSED) unlink(address.path.c_str());

@@ -143,7 +143,7 @@ bool StreamServer::refuse_without_descriptor() {
   reserve_ = UniqueFd();
   UniqueFd fd(accept(listener_.get(), nullptr, nullptr));
   const bool accepted = static_cast<bool>(fd);
-  if (accepted) refuse(fd, "the process that serves it has no file descriptor left");
+  if (accepted) refuse(fd, "the writer's process has no file descriptor left");
   fd = UniqueFd();
   take_reserve();
   return accepted && reserve_;
@@ -156,8 +156,8 @@ void StreamServer::add_reader(UniqueFd fd) {
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0)
     most = std::min(most, std::max<std::size_t>(limit.rlim_cur / 4, 1));
   if (readers_.size() >= most)
-    return refuse(fd, "it has " + std::to_string(readers_.size()) +
-                          " readers, and serves at most " + std::to_string(most));
+    return refuse(fd, "there are already " + std::to_string(readers_.size()) +
+                          " readers, of at most " + std::to_string(most));
   int on = 1;  // a record doesn't wait for the next one
   if (address_.transport == StreamTransport::kTcp)
     setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));

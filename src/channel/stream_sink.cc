@@ -161,7 +161,7 @@ StreamFile::StreamFile(const std::string& path)
   // Zeros could be the beginning of a stream after a power loss; the reader decides.
   if (!std::string_view("cgsS").starts_with(read_at(0, 4).c_str()))
     throw Error("stream file '" + path + "'", "a new file or a stream to append to",
-                "a file of another kind");
+                "another kind of file");
   try {
     stream::Reader reader(path);
     while (reader.next()) {

@@ -82,7 +82,7 @@ void TapSite::run(const Call& call) {
         ErrorCode::kAborted,
         "tap '" + spec_.name +
             "': this process was forked from one that had channels, whose threads are not here; "
-            "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')");
+            "start processes with multiprocessing's 'spawn' or 'forkserver'");
   describe(call);
   if (is_sent(call)) send(call);
   skip(call);

@@ -29,7 +29,7 @@ void Registry::add(const std::shared_ptr<Callee>& callee) {
   if (other != nullptr && other != callee)
     throw Error(ErrorCode::kAlreadyExists,
                 "the name '" + callee->name() +
-                    "' is taken by another live gate or kernel; choose another name=, or drop "
+                    "' is taken by another live gate or kernel; choose another name=, or delete "
                     "the other one and the programs that call it");
   slot = callee;
 }
@@ -53,12 +53,12 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
     if (auto callee = lookup(name)) return callee;
   std::string message =
       "no gate or kernel named '" + std::string(name) +
-      "' is defined in this process; a program that calls it was loaded or is still alive. "
-      "Define it before the program is loaded: run the code that creates it (the same module "
-      "and order of creation), or give it name='" +
+      "' is defined in this process, but a loaded program calls it. Define it before the program "
+      "is loaded: run the code that creates it (the same module and order of creation), or pass "
+      "name='" +
       std::string(name.substr(0, name.find('['))) +  // a kernel's variant, "name[types]"
-      "'. A kernel that was saved with the program comes with callgate.load_kernels, one in a "
-      "library of yours with callgate.library.";
+      "'. Load saved kernels with callgate.load_kernels, and kernels of a library with "
+      "callgate.library.";
   std::vector<std::string> live = names();
   for (std::size_t i = 0; i < std::min<std::size_t>(live.size(), 8); ++i)
     message += (i == 0 ? " Defined here: '" : ", '") + live[i] + "'";

@@ -109,25 +109,24 @@ std::string LaunchSite::hint(Result result, const Launch& launch, Function funct
     int most = attribute(FunctionAttribute::kMaxThreadsPerBlock);
     if (most > 0 && threads > static_cast<std::uint64_t>(most))
       return "; the function runs with at most " + std::to_string(most) +
-             " threads a block, since it uses " +
+             " threads a block, because it uses " +
              std::to_string(attribute(FunctionAttribute::kNumRegs)) +
-             " registers a thread: take a smaller block, or compile it with __launch_bounds__(" +
+             " registers a thread; use a smaller block, or compile it with __launch_bounds__(" +
              std::to_string(threads) + ")";
     if (launch.shared_bytes > 0)
       return "; it has " + std::to_string(attribute(FunctionAttribute::kSharedSizeBytes)) +
-             " bytes of shared memory of its own beside the dynamic ones: the device may not "
-             "have "
-             "so much for a block";
+             " bytes of static shared memory beside the dynamic ones, which may exceed the "
+             "device's limit for a block";
   }
   if (result == kMisalignedAddress)
     return "; an earlier launch read or wrote an address that is not a multiple of its type's "
            "size "
-           "(vector types such as float4 ask for 16 bytes, which parts of arrays may not be "
-           "aligned to). CUDA_LAUNCH_BLOCKING=1 tells which launch";
+           "(vector types such as float4 need 16 bytes, and parts of arrays may be aligned to "
+           "less). Set CUDA_LAUNCH_BLOCKING=1 to find the launch";
   if (result == Result::kIllegalAddress || result == Result::kLaunchFailed ||
       result == kIllegalInstruction)
-    return "; work that the device was given before failed, maybe this kernel's. "
-           "CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, tells which";
+    return "; earlier work on the device failed, maybe this kernel's. Set CUDA_LAUNCH_BLOCKING=1, "
+           "or use compute-sanitizer, to find it";
   return "";
 }
 

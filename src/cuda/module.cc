@@ -55,7 +55,8 @@ const Image& ModuleSet::choose(const Device& device) const {
           std::to_string(device.ordinal()) + ")",
       "an image for compute capability " + capability_text(device.capability()) + ", or PTX",
       (got.empty() ? "none" : got) +
-          "; name the device's in arch=, or make the kernel in a process that sees it");
+          "; add the device's capability to arch=, or make the kernel in a process that sees the "
+          "device");
 }
 
 ModuleSet::Loaded& ModuleSet::loaded(const Device& device) {

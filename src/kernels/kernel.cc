@@ -122,7 +122,7 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
       attributes_(std::move(spec.attributes)) {
   const std::string where = "kernel '" + info_.name + "'";
   if (std::string have = signature(info_); !spec.signature.empty() && spec.signature != have)
-    throw Error(where + ", as a program that was compiled before calls it",
+    throw Error(where + ", called by a program that was compiled before",
                 "the parameters (" + spec.signature + ")", "(" + have + ")");
   auto group = spec.groups.begin();
   for (std::size_t i = 0; i < info_.parameters.size(); ++i) {

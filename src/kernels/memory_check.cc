@@ -202,7 +202,7 @@ std::string damage(const Guarded& block, Fill fill, std::span<const GuardPattern
   };
   auto text = [](std::size_t count, std::size_t distance, const char* side,
                  std::ptrdiff_t element) {
-    return "wrote outside of it: " + std::to_string(count) + " bytes, the first of them " +
+    return "wrote outside it: " + std::to_string(count) + " bytes, the first of them " +
            std::to_string(distance) + " bytes " + side + ", where element " +
            std::to_string(element) + " would be";
   };
@@ -355,7 +355,7 @@ class MemoryCheck final : public ScratchSource {
       if (count == 0) continue;
       findings_.push_back(result.name + "was not written completely: " + std::to_string(count) +
                           " of " + std::to_string(view.size()) +
-                          " elements were left as they were, the first " + index_text(view, found));
+                          " elements were not written, the first is " + index_text(view, found));
     }
   }
 
@@ -365,11 +365,10 @@ class MemoryCheck final : public ScratchSource {
       const Guarded& result = *results_[r];
       std::size_t at = first_difference(first_[r].data(), result.bytes, result.data);
       if (at == result.bytes) continue;
-      findings_.push_back(
-          result.name +
-          "depends on memory that was never written: in the results, in scratch memory, or outside "
-          "of the arrays; the first such element is " +
-          index_text(result.original, at / result.width));
+      findings_.push_back(result.name +
+                          "depends on memory that was never written: in the results, in scratch "
+                          "memory, or outside the arrays; the first such element is " +
+                          index_text(result.original, at / result.width));
     }
   }
 

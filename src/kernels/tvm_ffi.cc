@@ -101,13 +101,13 @@ std::int32_t Function::invoke(const callgate_call& call) const {
   if (result.type >= kFirstObject) [[unlikely]] {
     api.object_dec_ref(const_cast<void*>(result.pointer));
     return fail(call,
-                "expected a function that writes its results into the arrays it is given and "
-                "returns nothing, got one that returns an object");
+                "expected a function that writes its results into the given arrays and returns "
+                "nothing, got one that returns an object");
   }
   if (own.kept()) [[unlikely]]
     return fail(call,
-                "expected a function that keeps no array when it returns, since their memory is "
-                "XLA's, got one that does; a copy may be kept");
+                "expected a function that keeps no array after it returns, since their memory is "
+                "XLA's, got one that does; keep a copy instead");
   return 0;
 }
 

@@ -59,9 +59,9 @@ Pool::~Pool() { shut_down(std::chrono::seconds(1)); }
 void Pool::check_here() const {
   if (!process_.here())
     throw WorkerFailure(Kind::kClosed,
-                        "this process was forked from the one that has the worker processes, which "
-                        "alone can call them; expected workers of its own, or a process that was "
-                        "started by multiprocessing's 'spawn' or 'forkserver'");
+                        "this process was forked from the one that has the worker processes, and "
+                        "can't call them; create workers in this process, or start processes with "
+                        "multiprocessing's 'spawn' or 'forkserver'");
 }
 
 void Pool::wake() const noexcept { (void)!write(waker_.get(), "w", 1); }

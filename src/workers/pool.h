@@ -175,7 +175,7 @@ class Pool : Immovable {
 
   const PoolOptions options_;
   const OfProcess process_;
-  const WorkerFailure closed_{WorkerFailure::Kind::kClosed, "the workers have been closed"};
+  const WorkerFailure closed_{WorkerFailure::Kind::kClosed, "the workers are closed"};
   SharedMemory events_;
   Descriptor woken_, waker_;  // a pipe to the pool's thread
 

@@ -17,7 +17,7 @@ Error overdue_without_report(const WatchedCall& call, const std::string& why) {
       ErrorCode::kDeadlineExceeded,
       "[callgate timeout #" + std::to_string(number) + "] gate '" + call.site->callee->name() +
           "' called with " + call.arguments() +
-          " has run longer than its timeout; where Python's threads stand can't be told: " + why);
+          " has run longer than its timeout; Python's stacks are not available: " + why);
 }
 
 Error overdue(const WatchedCall& call) try {
@@ -31,7 +31,7 @@ Error overdue(const WatchedCall& call) try {
 void fail_overdue(const std::shared_ptr<WatchedCall>& call) {
   constexpr auto kPatience = std::chrono::milliseconds(500);
   auto fail_without_report = [call] {
-    Error error = overdue_without_report(*call, "one of them holds the GIL");
+    Error error = overdue_without_report(*call, "a thread holds the GIL");
     // Release: who finds the call settled by it sees the flag.
     call->failed_without_report.store(true, std::memory_order_release);
     bool deferred = false;

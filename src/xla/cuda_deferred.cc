@@ -191,8 +191,8 @@ void run_deferred(CudaCall& call) {
   if (captured && kept != 0)
     throw Error(ErrorCode::kInternal,
                 "'" + call.callee().name() +
-                    "' keeps copies on the device; expected a program that is not recorded into a "
-                    "CUDA graph, where no memory can be allocated");
+                    "' keeps copies on the device, and needs memory for them; expected a program "
+                    "that is not recorded into a CUDA graph");
   std::optional<std::size_t> count =
       captured ? site.reads_replayed(call.call()) : site.reads(call.call());
   if (!count) return;

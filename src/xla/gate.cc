@@ -116,8 +116,8 @@ int one_more_within(const Callee& callee) {
   if (t_within < kMostWithin) return t_within + 1;
   throw Error(ErrorCode::kInternal, "gate '" + callee.name() + "'",
               "at most " + std::to_string(kMostWithin) +
-                  " calls with thread='own' within each other, by programs that they run",
-              "one more; does it call itself for ever?");
+                  " nested calls with thread='own', by programs that they run",
+              "one more; does it call itself without end?");
 }
 
 // A call that comes on the very thread that it is for, from a program that a call there runs.
@@ -140,11 +140,11 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
   const bool on_named = NamedThread::current() != 0 && site->callee->timeout().count() == 0;
   if (thread != nullptr ? thread->is_here() : on_named) return run_within(*site, call);
   if (thread == nullptr && WorkerPool::instance().lost())
-    throw Error(ErrorCode::kAborted,
-                "gate '" + site->callee->name() +
-                    "': this process was forked from one that ran gates on threads of their own, "
-                    "which are not here; expected a process of its own (multiprocessing's 'spawn' "
-                    "or 'forkserver')");
+    throw Error(
+        ErrorCode::kAborted,
+        "gate '" + site->callee->name() +
+            "': this process was forked from one that ran gates on threads of their own, which are "
+            "not here; start processes with multiprocessing's 'spawn' or 'forkserver'");
   const int within = one_more_within(*site->callee);
   // Within another such call the jitted function may be new, as the program runs once more.
   bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
@@ -342,8 +342,7 @@ void run_on_own_thread(CudaCall& call) {
     own->hold(call.stream);
     if (!cuda::Completions::of(call.device).keep({call.device, call.stream, kAsking}, own)) {
       // Nobody may wait for a stream that waits for this call.
-      throw Error(ErrorCode::kAborted,
-                  "gate '" + call.callee().name() + "': nothing is kept for it any more");
+      throw Error(ErrorCode::kAborted, "gate '" + call.callee().name() + "': its state is gone");
     }
     if (!submit_with_timeout(own))
       own->run();  // the process is ending: it fails, but opens the stream

@@ -164,7 +164,7 @@ std::shared_ptr<Kernel> kernel_of(const Attributes& held, const std::string& pro
   std::shared_ptr<Callee> callee = Registry::instance().find(held.text("name"));
   if (auto kernel = std::dynamic_pointer_cast<Kernel>(callee)) return kernel;
   throw Error(program + "'s call of '" + callee->name() + "'", expected,
-              "a gate, or a kernel for " + other + " alone, of that name");
+              "a gate, or a kernel only for " + other + ", of that name");
 }
 
 // Takes the kernel's attributes out of the call's. Throws Error.

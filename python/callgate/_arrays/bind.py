@@ -60,7 +60,7 @@ def bind(
 def _host_converter(arrays: str) -> Convert:
   """Returns a function that makes a library's array of the runtime's view of host memory."""
   if arrays in ("cupy", "numba"):
-    expected = "Expected one of 'numpy', 'buffer', 'jax' or 'torch' here"
+    expected = "Use 'numpy', 'buffer', 'jax' or 'torch' here"
     why = "needs a CUDA device: this call runs on the CPU"
     raise GateDefinitionError(f"arrays={arrays!r} {why}. {expected}")
   return _to_jax if arrays == "jax" else torch_converter() if arrays == "torch" else gpu.same

@@ -65,7 +65,7 @@ def settle(
   def named(rescues: list[_Rescue]) -> str:
     return ", ".join(registry.of(gate, spec, *rescue.suspect[:2]) for rescue in rescues)
 
-  text = "What was kept now holds a private copy of the data"
+  text = "The kept object now holds a private copy of the data"
   if any(rescue.released for rescue in rescues):
     text += "; a memoryview, which can't, was released"
   if any(rescue.deleted for rescue in rescues):
@@ -74,15 +74,16 @@ def settle(
   if unsafe:
     holders = sorted({name for rescue in unsafe for name in rescue.holders()})
     text += (
-      f" But something still points to XLA's memory of {named(unsafe)}: {', '.join(holders)}. "
-      "Expected: that it is not used any more, since it will read other numbers there. From now on "
-      "the gate gets private copies, which it may keep, as with cg.gate(copy=True) of arguments."
+      f" But something else still points to XLA's memory of {named(unsafe)}: "
+      f"{', '.join(holders)}. Don't use it: XLA overwrites that memory. From now on the gate "
+      "gets private copies, which it may keep; use cg.gate(copy=True) for private copies from "
+      "the start."
     )
   if any(rescue.on_gpu for rescue in rescues):
-    text = "What was kept must not be used any more: its memory on the GPU is XLA's."
+    text = "Don't use the kept object any more: its memory on the GPU is XLA's."
   raise EscapedViewError(
     f"gate '{gate}': {named(rescues)}: a view of XLA's memory, or an array derived from it, was "
-    "kept after the call returned. Expected: views used during the call alone; keep a copy "
+    "kept after the call returned. Expected: views used only during the call; keep a copy "
     f"(x.copy()) instead. {text}"
   )
 

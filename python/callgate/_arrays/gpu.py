@@ -49,7 +49,7 @@ def stream_as(library: str, stream: int, ordinal: int) -> Any:
   options.choice("Context.stream_as", "library", library, STREAMS)
   who = f"Context.stream_as({library!r})"
   if ordinal < 0:
-    got = "one on the CPU, which has no stream"
+    got = "a call on the CPU, which has no stream"
     raise GateDefinitionError(f"{who}: expected a call on a CUDA device, got {got}")
   module = _import(library, who)
   if library in ("cupy", "torch"):
@@ -88,7 +88,7 @@ def _cupy() -> GpuLibrary:
       return cupy.ndarray(buffer.shape, buffer.dtype, memptr=pointer)
     except (TypeError, ValueError) as error:
       has = f"CuPy has no arrays of {buffer.dtype.name} ({error})"
-      use = "use arrays='buffer' or 'torch', or convert in the program"
+      use = "use arrays='buffer' or 'torch', or convert the array in the program"
       raise TypeError(f"arrays='cupy': {has}; {use}") from error
 
   def result(value: Any) -> Any:

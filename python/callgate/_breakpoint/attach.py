@@ -43,7 +43,10 @@ def folder() -> Path:
     path.mkdir(mode=0o700)
   about = path.lstat()
   if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-    raise OSError(f"{path}: expected a folder that this user alone may enter, got another")
+    raise OSError(
+      f"{path}: expected a folder that only this user can enter, got one with "
+      "another owner or mode; remove it"
+    )
   return path
 
 
@@ -137,15 +140,17 @@ def _attach(arguments: argparse.Namespace) -> int:
     path = waiting_ones[0]
   else:
     numbers = ", ".join(one.stem for one in waiting_ones)
-    which = f"several: {numbers}; say which one" if waiting_ones else "none"
+    which = f"several: {numbers}; pass the number of one" if waiting_ones else "none"
     raise ValueError(f"expected one program that waits at a breakpoint, got {which}")
   with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
     try:
       connection.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError) as error:
       path.unlink(missing_ok=True)
-      what = f"process {path.stem} waits at no breakpoint"
-      raise ValueError(f"expected a program that waits, got none: {what}") from error
+      what = f"process {path.stem} doesn't wait at a breakpoint"
+      raise ValueError(
+        f"expected a program that waits at a breakpoint, got none: {what}"
+      ) from error
     return _talk(connection)
 
 

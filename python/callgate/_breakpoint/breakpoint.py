@@ -151,10 +151,10 @@ def breakpoint(when: Any = True, *, out: str | tuple[str, ...] | None = None, **
 def _names(out: Any, values: dict[str, Any]) -> tuple[str, ...]:
   names = (out,) if isinstance(out, str) else out if out is not None else ()
   if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-    options.refuse("breakpoint", "out", "a name among the values, or a tuple of them", out)
+    options.refuse("breakpoint", "out", "the name of a value, or a tuple of names", out)
   for name in names:
     if name not in values:
-      what = f"'{name}' is not among the values, {sorted(values)}"
+      what = f"expected names of values ({', '.join(sorted(values))}), got '{name}'"
       raise GateDefinitionError(f"breakpoint: out: {what}")
   return tuple(dict.fromkeys(names))
 

@@ -62,9 +62,9 @@ def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, 
       except ResultError as error:
         refused += 1
         if hooked and refused == _MOST_REFUSED:  # no user may be there
-          said = f"breakpoint: {error} (the debugger has left such a value {refused} times)"
+          said = f"breakpoint: {error} (the debugger has left an invalid value {refused} times)"
           raise ResultError(said) from None
-        said = f"callgate: breakpoint: {error}; give it such a value, and go on"
+        said = f"callgate: breakpoint: {error}; assign a valid value and continue"
         print(said, file=sys.stderr, flush=True)
 
 
@@ -101,7 +101,9 @@ def _taken(name: str, given: Any, names: Mapping[str, Any]) -> Any:
   import jax
 
   if name not in names:
-    raise ResultError(f"{name}: expected a value to go on with, got none: it was deleted")
+    raise ResultError(
+      f"{name}: expected a value, got none: it was deleted in the debugger; assign one"
+    )
   own, structure = jax.tree.flatten(given)
   leaves, came = jax.tree.flatten(names[name])
   if came != structure:
@@ -120,7 +122,7 @@ def _converted(name: str, leaf: Any, own: np.ndarray[Any, Any]) -> Any:
     made = array.astype(own.dtype)
   if _kind(own.dtype) == _INTEGER and (made != array).any():
     number = array[made != array].ravel()[0]
-    raise ResultError(f"{name}: expected {expected}, which holds the values, got {number}")
+    raise ResultError(f"{name}: expected values that fit {expected}, got {number}")
   return made
 
 
@@ -202,7 +204,7 @@ class _Pdb(pdb.Pdb):
 def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
   """Waits for a debugger to end; opens another one if its terminal disconnected."""
   while _hung_up(stack, names):
-    print("callgate: breakpoint: the debugger has hung up", file=sys.stderr, flush=True)
+    print("callgate: breakpoint: the debugger disconnected", file=sys.stderr, flush=True)
 
 
 def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
@@ -223,7 +225,7 @@ def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
       gone = True
   names.pop("__builtins__", None)
   if debugger.quitting and not gone:
-    raise KeyboardInterrupt("callgate: a breakpoint's debugger was left")
+    raise KeyboardInterrupt("callgate: the user quit a breakpoint's debugger")
   return gone
 
 

@@ -53,7 +53,7 @@ def kept_folder(*names: str) -> Path:
     with contextlib.suppress(FileNotFoundError):
       mode = path.stat().st_mode
       if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise _refusal(path, _mode(mode), f"make it yours alone: chmod go-w '{path}'")
+        raise _refusal(path, _mode(mode), f"run chmod go-w '{path}'")
   for name in ("", *names):
     folder = folder / name
     try:
@@ -102,9 +102,9 @@ def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
   _make_folders(folder.joinpath(*names))
   if say:
     warnings.warn(
-      f"callgate: kernels can't be kept in {cache} ({problem.strerror or problem}), so each "
-      "process compiles its own. Name a folder that you alone can write to in the environment "
-      "variable CALLGATE_CACHE_DIR",
+      f"callgate: kernels can't be cached in {cache} ({problem.strerror or problem}), so each "
+      "process compiles its own. Set the environment variable CALLGATE_CACHE_DIR to a folder "
+      "that only you can write to",
       RuntimeWarning,
       stacklevel=2,
     )
@@ -123,16 +123,16 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
   if found.st_uid not in (os.geteuid(), 0):
     raise _refusal(path, f"belongs to user {found.st_uid}, not to you", "remove it")
   if found.st_mode & _OTHERS:
-    change = f"remove what you did not put there, and make it yours alone: chmod -R go-w '{path}'"
+    change = f"remove the files that are not yours, then run chmod -R go-w '{path}'"
     raise _refusal(path, _mode(found.st_mode), change)
 
 
 def _mode(mode: int) -> str:
-  return f"can be written to by others, having the mode {stat.S_IMODE(mode):04o}"
+  return f"can be written to by other users (mode {stat.S_IMODE(mode):04o})"
 
 
 def _refusal(path: Path, problem: str, remedy: str) -> UntrustedError:
-  return UntrustedError(1, f"what is in it is run, and {path} {problem}; {remedy}")
+  return UntrustedError(1, f"{path} {problem}, and callgate runs the code in it; {remedy}")
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -196,5 +196,5 @@ def _opened(path: Path, flags: int, *, follow: bool = False) -> io.FileIO:
     raise
   if not stat.S_ISREG(os.fstat(descriptor).st_mode):
     os.close(descriptor)
-    raise OSError(22, f"{path} is not a file")
+    raise OSError(22, f"{path} is not a regular file")
   return io.FileIO(descriptor, "r" if flags & os.O_ACCMODE == os.O_RDONLY else "r+")

@@ -63,9 +63,8 @@ def _compiler(given: str, toolkit: str) -> Compiler:
     return Compiler(nvrtc, tuple(_cuda_headers(path, toolkit)), (real, stamp, nvrtc.version))
   named = f"CALLGATE_NVRTC={given}" if given else "packages, toolkits and the loader's folders"
   raise CompileError(
-    f"CUDA's run-time compiler, libnvrtc, was not found (looked for {named}). Kernels in CUDA C++ "
-    "need it: pip install 'callgate[cuda]' brings it as the package nvidia-cuda-nvrtc, CUDA's "
-    f"toolkit has it, and CALLGATE_NVRTC names its library{found}"
+    f"CUDA's run-time compiler, libnvrtc, was not found (searched {named}). Kernels in CUDA C++ "
+    f"need it: pip install 'callgate[cuda]', or set CALLGATE_NVRTC to the library's path{found}"
   )
 
 
@@ -183,11 +182,16 @@ def _compile(
   output = log.decode(errors="replace").strip()
   if not ok:
     version = f"{used.nvrtc.version // 1000}.{used.nvrtc.version % 1000 // 10}"
-    said = output or "without a message"
+    said = output or "no message"
     if re.search(r'cannot open source file "(cuda/std|cub|thrust|nv)/', output):
       package = "nvidia-cuda-cccl-cu12" if used.nvrtc.version < 13000 else "nvidia-cuda-cccl"
-      said += f"\nThose are CUDA's C++ libraries: pip install {package}, or install CUDA's toolkit"
-    raise CompileError(f"{label}: CUDA's compiler (NVRTC {version}) refused it:\n{said}", output)
+      said += (
+        f"\nThese headers belong to CUDA's C++ libraries: pip install {package}, or "
+        "install the CUDA toolkit"
+      )
+    raise CompileError(
+      f"{label}: CUDA's compiler (NVRTC {version}) reported an error:\n{said}", output
+    )
   return names[0].encode() + b"\n" + code
 
 

@@ -69,7 +69,7 @@ def compiler() -> list[str]:
   try:
     commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
   except ValueError as error:
-    expected = "a compiler's command as a shell has it"
+    expected = "a compiler's command in shell syntax"
     problem = f"environment variable CXX: expected {expected}, got {given!r}: {error}"
     raise CompileError(problem) from None
   for name, *arguments in commands:
@@ -77,9 +77,9 @@ def compiler() -> list[str]:
       return [found, *arguments]
   looked = f"CXX={given}" if given else ", ".join(_COMPILERS)
   raise CompileError(
-    f"no C++ compiler was found (looked for {looked}). Kernels in C++ need one that knows C++20: "
-    "install g++ 11 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
-    "conda install gxx) or clang++ 14 or newer, or name yours in the environment variable CXX"
+    f"no C++ compiler was found (searched for {looked}). Kernels in C++ need a C++20 compiler: "
+    "install g++ 11 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; "
+    "conda: conda install gxx) or clang++ 14 or newer, or set the environment variable CXX"
   )
 
 
@@ -159,12 +159,12 @@ def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
         _loaded[key] = open_library(key)
       except OSError as error:
         problem = str(error).removeprefix(f"{key}: ")
-        advice = "Libraries that it calls are named with libraries=, and their folders with "
+        advice = "Pass the libraries that it calls as libraries=, and their folders as "
         advice += "library_dirs="
         if re.search(r"\b(omp_|GOMP_|__kmpc_)", problem):
-          advice = "That is OpenMP's; expected flags=['-fopenmp']"
+          advice = "It uses OpenMP; pass flags=['-fopenmp']"
         raise CompileError(
-          f"{what}: what the compiler made can't be loaded: {problem}. {advice}", problem
+          f"{what}: the compiled library can't be loaded: {problem}. {advice}", problem
         ) from None
     return _loaded[key]
 
@@ -195,8 +195,10 @@ def _compile(
   result = _run([*command, "-MMD", "-MF", str(read), str(unit), "-o", str(made), *links], what)
   if result.returncode != 0 or not made.exists():
     output = result.stderr.replace(own[0], "").rstrip()
-    said = output or f"exit status {result.returncode}, without a message"
-    raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
+    said = output or f"exit status {result.returncode}, no message"
+    raise CompileError(
+      f"{what}: the C++ compiler ({command[0]}) reported an error:\n{said}", output
+    )
   # The Makefile rule that compilers write.
   text = read.read_text("utf-8", "surrogateescape") if read.exists() else ""
   rule = text.replace("\\\n", " ").partition(": ")[2].partition("\n")[0]

@@ -33,28 +33,27 @@ def no_derivative(
     return GateDefinitionError(gate.no_derivatives)
   it = gate.kind.split()[-1]
   ways = (
-    f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "
-    f"{it}.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
-    f"derivative then serves), or gradient='finite-difference'. A {it} that is linear takes "
-    f"linear= and {it}.deftranspose(rule). Where no derivative is wanted, "
-    "jax.lax.stop_gradient(x) around the arguments says so."
+    f"{gate.label} has no derivative. Define one with {it}.defjvp(rule), {it}.defvjp(fwd, bwd), "
+    "like=reference (a JAX function of the same signature) or gradient='finite-difference'; a "
+    f"linear {it} takes linear= and {it}.deftranspose(rule). If you don't need a derivative, "
+    "apply jax.lax.stop_gradient to the arguments."
   )
   if not site.results:
     ways = (
-      f"{gate.label} has no results and no derivative. Expected arguments without tangents: "
-      "jax.lax.stop_gradient(x) around them. callgate.tap sends a value out and is differentiable."
+      f"{gate.label} has no results and no derivative. Apply jax.lax.stop_gradient to the "
+      "arguments, or use callgate.tap, which is differentiable."
     )
   if gate.traits.handles:
     ways = (
       f"{gate.label} has no derivative. Define one with jax.custom_jvp or jax.custom_vjp around "
-      "the call, of which handles may be arguments and residuals. A linear gate takes linear=, "
+      "the call, which accept handles as arguments and residuals. A linear gate takes linear=, "
       "for forward mode."
     )
   if linear:
     ways = (
       f"{gate.label}: differentiated with respect to argument "
-      f"{registry.argument(gate.name, site.spec, refused[0])}, in which it is not declared linear; "
-      f"expected a derivative in argument(s) {linear_names(gate, site)} alone. {ways}"
+      f"{registry.argument(gate.name, site.spec, refused[0])}, in which it is not declared "
+      f"linear; expected only argument(s) {linear_names(gate, site)}. {ways}"
     )
   return GateDefinitionError(ways)
 
@@ -74,9 +73,8 @@ def refuse_forward_mode(name: str) -> None:
   gate = registry.get(name := name.removeprefix(_BACKWARD))
   label, it = (gate.label, gate.kind) if gate is not None else (f"gate '{name}'", "gate")
   raise GateDefinitionError(
-    f"{label} has no forward mode: defvjp serves reverse mode (grad, vjp, jacrev) alone. Expected "
-    f"{it}.defjvp(rule), which serves both, for jvp, jacfwd and hessian; or, in the place of "
-    "hessian, jacrev of jacrev"
+    f"{label} has no forward mode: defvjp serves only reverse mode (grad, vjp, jacrev). Use "
+    f"{it}.defjvp(rule), which serves both modes; or replace hessian by jacrev of jacrev"
   )
 
 
@@ -226,8 +224,8 @@ def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
   tangents, moved_tree = jax.tree.flatten(moved)
   if moved_tree != tree:
     raise GateDefinitionError(
-      f"{label}: the jvp rule returned tangents of structure {moved_tree}; expected {tree}, that "
-      "of its results"
+      f"{label}: the jvp rule returned tangents of structure {moved_tree}; expected {tree}, the "
+      "structure of its results"
     )
   for index, (result, tangent) in enumerate(zip(leaves, tangents, strict=True)):
     expected: Any = jax.typeof(result).to_tangent_aval()
@@ -235,8 +233,8 @@ def _with_tangents(label: str, found: Any) -> tuple[Any, Any]:
     got: Any = tangent.aval if is_zero else jax.typeof(tangent)
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
       raise GateDefinitionError(
-        f"{label}: the jvp rule returned a tangent {got.str_short()} of result {index}; expected "
-        f"{expected.str_short()}"
+        f"{label}: the jvp rule returned a tangent {got.str_short()} for result {index}; "
+        f"expected {expected.str_short()}"
       )
   return split.split_keys(results), split.split_tangents(results, moved)
 
@@ -276,7 +274,7 @@ def check_reference(label: str, results: Any, found: Any) -> None:
     wanted = type_text(want.dtype, want.shape)
     if (have := type_text(jnp.result_type(got), jnp.shape(got))) != wanted:
       raise GateDefinitionError(
-        f"{label}: like: result {index}: expected {wanted} as of out, got {have}"
+        f"{label}: like: result {index}: expected {wanted}, as declared by out=, got {have}"
       )
 
 
@@ -373,14 +371,14 @@ def transpose_leaves(
     return list(gate.transpose_call(site, cotangents, flat, linear))
   if gate.transpose_rule is None:
     known = gate.linear is not False
-    way = "a rule given with gate.deftranspose" if known else "linear= and gate.deftranspose(rule)"
+    way = "gate.deftranspose" if known else "linear= and gate.deftranspose(rule)"
     if gate.traits.handles:
-      way = "a jax.custom_vjp around the call: handles may be its arguments and residuals"
+      way = "a jax.custom_vjp around the call, which accepts handles as arguments and residuals"
     what = "is declared linear but has no transpose"
     if not known:
       what = "is called where a value must be linear, and has no transpose"
     raise GateDefinitionError(
-      f"{gate.label} {what}, which reverse-mode differentiation needs; expected {way}"
+      f"{gate.label} {what}, which reverse-mode differentiation needs; define it with {way}"
     )
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)
@@ -389,6 +387,6 @@ def transpose_leaves(
   if len(leaves) != len(linear):
     raise GateDefinitionError(
       f"{gate.label}: the transpose rule returned {len(leaves)} cotangents; expected one for "
-      f"each of the linear arguments {linear_names(gate, site)}"
+      f"each linear argument, {linear_names(gate, site)}"
     )
   return leaves

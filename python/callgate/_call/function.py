@@ -207,7 +207,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     """
     label = self._core.label
     if self._core.like is None:
-      raise GateDefinitionError(f"{label}: check() needs like=, the reference to compare")
+      raise GateDefinitionError(f"{label}: check() needs like=, the reference to compare with")
     calls = self(*args, **kwargs), self._core.reference(*args, **kwargs)
     got, want = map(split.split_keys, calls)
     derivatives.check_reference(label, got, want)

@@ -65,11 +65,11 @@ def refuse_program(context: Any, label: str, engine: str) -> None:
   elif others := set(context.module_context.platforms) - set(RUNTIME_PLATFORMS):
     reason, expected = f"for platform {'/'.join(sorted(others))}", " or ".join(RUNTIME_PLATFORMS)
   else:
-    reason = "since XLA splits this program over its devices"
+    reason = "because XLA splits this program over its devices"
     expected = "jax.shard_map around it, or a program for one device"
   raise GateDefinitionError(
-    f"jax.export: {label} goes through a callback of JAX's own ({reason}), which JAX exports in no "
-    f"program; expected {expected}"
+    f"jax.export: {label} goes through a callback of JAX's own ({reason}), which JAX can't "
+    f"export; use {expected}"
   )
 
 
@@ -81,7 +81,7 @@ def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]
     raise GateDefinitionError(
       f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
       "jax.shard_map; this program is partitioned automatically, or for platform "
-      f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
+      f"{'/'.join(context.module_context.platforms)}. Try callgate.config(engine='jax')"
     )
   refuse_program(context, gate.label, "jax" if call.site.by_jax else "callgate")
   execution.watch(context, gate.watcher_of_jax)
@@ -188,8 +188,9 @@ def host_converter(arrays: str) -> Callable[[Any], Any]:
   """Returns a function that makes a library's array of a private NumPy array."""
   if arrays in ("cupy", "numba"):
     raise GateDefinitionError(
-      f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through JAX's "
-      "own callbacks, where 'numpy', 'buffer', 'jax' and 'torch' are arrays of the host"
+      f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through "
+      "JAX's own callbacks. Use 'numpy', 'buffer', 'jax' or 'torch', which are arrays in host "
+      "memory there"
     )
   return {"jax": jax.numpy.asarray, "torch": _to_torch}.get(arrays, lambda array: array)
 

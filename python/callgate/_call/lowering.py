@@ -65,8 +65,8 @@ def emit(
   platforms = context.module_context.platforms
   if not {"cpu", "cuda"} & set(platforms):
     raise GateDefinitionError(
-      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
-      "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
+      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. Use "
+      "callgate.config(engine='jax'), which runs gates through JAX's own callbacks there"
     )
   if "cuda" in platforms:
     name_gpus()
@@ -84,8 +84,8 @@ def emit(
     held["shard"], rule = sharded[0].text, sharded[1]
     if open_results and order is not None:
       raise GateDefinitionError(
-        f"gate '{name}': effect='ordered', with results of symbolic shapes, works in exported "
-        "programs for one device; this program is partitioned over several"
+        f"gate '{name}': effect='ordered' with results of symbolic shapes works in exported "
+        "programs for one device; this program is partitioned over several devices"
       )
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # The runtime identifies the call by this key (src/xla/kernel.cc). It sorts first.

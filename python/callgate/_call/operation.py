@@ -113,13 +113,13 @@ class Operation(Callee):
   # -- rules -------------------------------------------------------------------------------------
   def set_jvp(self, rule: Callable[..., Any], *, symbolic_zeros: bool = False) -> None:
     if self.vjp_rules is not None:
-      raise GateDefinitionError(f"{self.label}: defjvp after defvjp; expected one of the two")
+      raise GateDefinitionError(f"{self.label}: expected one of defjvp and defvjp, got both")
     self.jvp_rule, self.symbolic_zeros = rule, symbolic_zeros
     self.differentiable.cache_clear()
 
   def set_vjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     if self.jvp_rule is not None:
-      raise GateDefinitionError(f"{self.label}: defvjp after defjvp; expected one of the two")
+      raise GateDefinitionError(f"{self.label}: expected one of defjvp and defvjp, got both")
     self.vjp_rules = forward, backward
     self.differentiable.cache_clear()
 

@@ -81,16 +81,16 @@ class CallOptions:
     made = check.checked(label, self)
     if made.gradient is not None and made.effect != "pure":
       raise GateDefinitionError(
-        f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
-        f"be 'pure', got {made.effect!r}"
+        f"{label}: gradient='finite-difference' calls the gate many times, so its effect must be "
+        f"'pure', got {made.effect!r}"
       )
     _check_no_class(label, made.out)
     out = () if made.out is None and made.like is None and made.effect != "pure" else made.out
     if out is None and made.like is None:
       raise GateDefinitionError(
         f"{label}: the results' shapes are not known; expected out= (a pytree of "
-        "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
-        "(a JAX function of the same signature)"
+        "ShapeDtypeStructs, or a function of the arguments' ShapeDtypeStructs that returns one) "
+        "or like= (a JAX function of the same signature)"
       )
     return dataclasses.replace(made, out=out)
 
@@ -101,8 +101,8 @@ def _check_no_class(label: str, out: Any) -> None:
     return
   if out in _PLAIN or hasattr(out, "dtype") or hasattr(out, "dim_str"):
     raise GateDefinitionError(
-      f"{label}: out: expected a pytree of ShapeDtypeStructs, or a function from the arguments' "
-      f"ShapeDtypeStructs to one, got the class {out.__name__}"
+      f"{label}: out: expected a pytree of ShapeDtypeStructs, or a function of the arguments' "
+      f"ShapeDtypeStructs that returns one, got the class {out.__name__}"
     )
 
 

@@ -71,11 +71,13 @@ def _wrong_function(gate: Callee, args: Any, error: TypeError) -> GateDefinition
     type_text(leaf.dtype, leaf.shape) if is_type(leaf) else type(leaf).__name__
     for leaf in split.joined(args)
   )
-  expected = "expected a function from the arguments' types to the results'"
+  expected = "expected a function of the arguments' types that returns the results' types"
   raised = f"raised {foreign.said_by(error)}"
   if gate.call_signature is None and len(gate.parameters) != len(args):
     raised += f". The {gate.kind} has the parameters ({', '.join(gate.parameters)})"
-  return GateDefinitionError(f"{gate.label}: out: {expected}, got one that for ({shown}) {raised}")
+  return GateDefinitionError(
+    f"{gate.label}: out: {expected}, got a function that, called with ({shown}), {raised}"
+  )
 
 
 def check_parameters(
@@ -95,7 +97,7 @@ def check_parameters(
     line = "".join(f", at {file}:{line}" for file, line, _ in users_stack()[-1:])
     hint = ""
     if next(iter(signature.parameters), "") in ("self", "cls") and not gate.is_of_object(args):
-      hint = ". A method's object, or class, is the first argument"
+      hint = ". Pass the method's object, or its class, as the first argument"
     raise GateDefinitionError(
       f"{gate.label}: {error}: expected the arguments {parameters_text(signature)}, got "
       f"({', '.join(shown)}){line}{hint}"
@@ -120,12 +122,12 @@ def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
   if not all(isinstance(n, (int, np.integer)) or is_open(n) for n in shape):
     hint = ""
     if any(map(is_type, shape)):
-      hint = ": an argument that is an array has no value yet; give a Python int by keyword"
+      hint = ": an array argument has no value while tracing; pass a Python int by keyword"
     raise GateDefinitionError(f"{where}: expected known extents, got {shape}{hint}")
   extents = tuple(n if is_open(n) else int(n) for n in shape)
   known = [n for n in extents if not is_open(n)]
   if min(known, default=0) < 0:
-    raise GateDefinitionError(f"{where}: expected extents from 0, got {extents}")
+    raise GateDefinitionError(f"{where}: expected extents of at least 0, got {extents}")
   # XLA ends the process if the product overflows before it reaches an extent of 0.
   if max(itertools.accumulate((dtype.itemsize, *known), operator.mul)) > _MOST_BYTES:
     got = type_text(dtype, extents)
@@ -145,9 +147,12 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
     if is_masked(leaf):
       hint = ""
     elif isinstance(leaf, np.generic):  # also as keywords: NumPy scalars are arrays
-      hint = "; NumPy's text and times are neither array nor static: give Python's own, by .item()"
+      hint = (
+        "; NumPy's text and times are neither arrays nor static values; pass Python's own, "
+        "from .item()"
+      )
     else:
-      hint = "; pass anything else as a keyword argument, which is static"
+      hint = "; pass other values by keyword, as static arguments"
     name = registry.argument_in(gate.name, tree, index)
     if gate.live_owners and [name] == [f"'{first}'" for first in gate.parameters[:1]]:
       hint = _not_its_object(gate, leaf)
@@ -160,9 +165,9 @@ def as_array(gate: Callee, leaf: Any, index: int, tree: Any) -> Any:
 def _not_its_object(gate: Callee, got: Any) -> str:
   owner, kind = gate.live_owners[0].__name__, type(got).__name__
   return (
-    f". It is a method of {owner}: expected an object of that class, of one that inherits it, or "
-    "of one that has the gate as an attribute, which a line in "
-    f"{kind} gives it: name = {owner}.name. A decorator above a gate needs functools.wraps"
+    f". It is a method of {owner}: expected an object of that class, of a subclass, or of a "
+    f"class with the gate as an attribute (in {kind}: name = {owner}.name). A decorator above a "
+    "gate needs functools.wraps"
   )
 
 
@@ -185,8 +190,8 @@ def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
           what = f"argument {registry.argument(gate.name, site.spec, index)}"
         check_rank(f"{gate.label}: {what}", shape)
         raise GateDefinitionError(
-          f"{gate.label}: {what}: {np.dtype(dtype).name} has several elements in a byte, so there "
-          "is no zero-copy NumPy view of it; use arrays='buffer' with Buffer.unpack() and "
+          f"{gate.label}: {what}: {np.dtype(dtype).name} has several elements in a byte, so "
+          "there is no zero-copy NumPy view of it; use arrays='buffer' with Buffer.unpack() and "
           "Buffer.pack(), or convert to int8 before the call"
         )
   for i, o in gate.aliases.items():
@@ -222,8 +227,8 @@ def to_positional(gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]) -
   names = list(itertools.takewhile(arrays.__contains__, gate.parameters[len(args) :]))
   if rest := sorted(arrays.keys() - set(names)):
     raise GateDefinitionError(
-      f"{gate.label}: array argument(s) {rest} were passed by keyword, but the gate "
-      "has derivative rules, which are positional; expected positional arguments"
+      f"{gate.label}: array argument(s) {rest} were passed by keyword, but the gate has "
+      "derivative rules, which are positional; pass arrays by position"
     )
   return (*args, *(arrays[name] for name in names))
 
@@ -237,7 +242,7 @@ def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], St
     if open_ := [leaf for leaf in leaves if is_open(leaf)]:
       raise GateDefinitionError(
         f"{label}: keyword argument '{key}': expected an array or a value that is known now, got "
-        f"the symbolic dimension {open_[0]}; jax.numpy.asarray makes an array of it"
+        f"the symbolic dimension {open_[0]}; pass it through jax.numpy.asarray"
       )
     if any(isinstance(leaf, _ARRAYS) for leaf in leaves):
       arrays[key] = value
@@ -247,8 +252,8 @@ def split_static(label: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], St
     except TypeError as error:
       raise GateDefinitionError(
         f"{label}: keyword argument '{key}': expected an array, a pytree of arrays or a hashable "
-        f"static value, got {type(value).__name__} ({error}). A class that holds arrays is to be "
-        "registered as a pytree (jax.tree_util.register_dataclass)"
+        f"static value, got {type(value).__name__} ({error}). Register a class that holds arrays "
+        "as a pytree (jax.tree_util.register_dataclass)"
       ) from error
     static.append((key, value))
   return arrays, tuple(static)

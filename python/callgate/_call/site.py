@@ -132,10 +132,10 @@ def in_one_lane(call: BoundCall, size: int) -> BoundCall:
 def unknown_lane(gate: Callee) -> GateDefinitionError:
   """Returns the error for a gate that needs its lane in a program that doesn't have it."""
   return GateDefinitionError(
-    f"{gate.label}: affinity='lane', in a branch or loop that not all lanes take, or on lanes that "
-    "end within a byte. Such calls run lane after lane, and this one has no number: the number of "
-    "lanes is symbolic, sharding= is a function, or a primitive of neither JAX's nor callgate's is "
-    "around it. Expected a call outside, whose results the branch selects from, or no affinity="
+    f"{gate.label}: affinity='lane' needs a lane number, which a call doesn't have in a branch "
+    "or loop that only some lanes take, under a symbolic number of lanes, with a function as "
+    "sharding=, or inside a third-party primitive. Move the call outside and select from its "
+    "results, or drop affinity="
   )
 
 

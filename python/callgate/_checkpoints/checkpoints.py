@@ -71,7 +71,8 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
   """
 
   _stays = (
-    "its thread writes for this process; expected cg.Checkpoints(folder, ...) in the other one"
+    "its thread writes for this process; make a new cg.Checkpoints(folder, ...) in the other "
+    "process"
   )
 
   def __init__(
@@ -154,11 +155,11 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
     chosen = [saved for saved in found if step in (None, saved.step)]
     for folder, number in files.damaged(self.folder, found):
       if number == step or (step is None and number > newest):
-        other = f"; step={newest} is whole" if found else ""
-        raise ValueError(f"{folder}: expected a checkpoint that is whole, got a damaged one{other}")
+        other = f"; step {newest} is intact: pass step={newest}" if found else ""
+        raise ValueError(f"{folder}: expected an intact checkpoint, got a damaged one{other}")
     if not chosen:
-      what = "a checkpoint" if step is None else f"one of step {step}"
-      raise FileNotFoundError(f"{self.folder}: expected {what}, got those of {self.steps()}")
+      what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+      raise FileNotFoundError(f"{self.folder}: expected {what}, got steps {self.steps()}")
     return chosen[-1]
 
   def close(self) -> None:

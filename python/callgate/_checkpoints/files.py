@@ -80,8 +80,8 @@ def find(root: Path, step: int) -> Saved:
   found = [saved for saved in whole(root) if saved.step == step]
   if not found:
     raise FileNotFoundError(
-      f"{root}: expected the checkpoint of step {step}, which process 0 has found, got none; of a "
-      "program over several processes all have to see one folder"
+      f"{root}: expected the checkpoint of step {step}, which process 0 found, got none; all "
+      "processes of a program must share one folder"
     )
   return found[-1]
 

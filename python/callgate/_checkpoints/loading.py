@@ -92,8 +92,8 @@ class Loader:
     self._refuse_second_loop()
     if self._of_orbax and jax.process_index() != 0:
       raise GateDefinitionError(
-        "Checkpoints: format='orbax': expected a program whose first device is process 0's, which "
-        f"puts the parts together; got one that begins in process {jax.process_index()}"
+        "Checkpoints: format='orbax': expected a program whose first device belongs to process "
+        f"0, which assembles the checkpoint; got one that begins in process {jax.process_index()}"
       )
     run = secrets.randbelow(2**31 - 1) + 1
     if self._resume:
@@ -104,8 +104,9 @@ class Loader:
       return np.int32(self._newest_intact(found, length)), np.int32(run)
     if found and not self.wrote.is_set():
       raise FileExistsError(
-        f"{self._folder}: expected no checkpoints without resume=True, got those of steps "
-        f"{', '.join(str(saved.step) for saved in found)}"
+        f"{self._folder}: expected an empty folder without resume=True, got checkpoints of steps "
+        f"{', '.join(str(saved.step) for saved in found)}; pass resume=True, or use another "
+        "folder"
       )
     return np.int32(0), np.int32(run)
 
@@ -116,10 +117,9 @@ class Loader:
       again, self._execution = execution == self._execution, execution
     if again:
       raise GateError(
-        f"Checkpoints: {self._folder}: expected one loop in one execution of a program, got a "
-        "second one: each would take the other's checkpoints for its own. Make a "
-        "cg.Checkpoints with a folder of its own for each loop; of a loop in a loop save the "
-        "outer one"
+        f"Checkpoints: {self._folder}: expected one loop in each execution of a program, got a "
+        "second one, which would overwrite the first one's checkpoints. Give each loop its own "
+        "cg.Checkpoints and folder; for nested loops save the outer one"
       )
 
   def _newest_intact(self, found: Sequence[Saved], length: int | None) -> int:
@@ -130,8 +130,8 @@ class Loader:
         _say_damaged(saved.folder)
       elif length is not None and saved.step > length:
         raise ValueError(
-          f"{saved.folder}: expected a loop of at least {saved.step} steps to go on with it, "
-          f"got one of {length}"
+          f"{saved.folder}: expected a loop of at least {saved.step} steps to resume, got one of "
+          f"{length}"
         )
       else:
         return saved.step
@@ -183,7 +183,7 @@ def _flush(folder: Path) -> None:
 
 
 def _say_damaged(folder: Path) -> None:
-  print(f"callgate: {folder} is damaged, and passed over", file=sys.stderr)
+  print(f"callgate: {folder} is damaged and was skipped", file=sys.stderr)
 
 
 def read(saved: Saved, number: int, part: parts.Slices) -> Any:
@@ -211,8 +211,8 @@ def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:
   known: Mapping[str, int] | None = saved.feeds
   if known is None or not known:
     print(
-      f"callgate: {saved.folder} says nothing of feed(s) {', '.join(feeds)}, which the loop reads "
-      "from where they are",
+      f"callgate: {saved.folder} doesn't record feed(s) {', '.join(feeds)}; the loop reads them "
+      "from their current positions",
       file=sys.stderr,
     )
     return [0] * len(feeds)
@@ -221,8 +221,8 @@ def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:
   if len(feeds) == len(known):
     return list(known.values())
   raise ValueError(
-    f"{saved.folder}: expected the feeds that the loop read when it was saved, "
-    f"{', '.join(known)}, got {', '.join(feeds)}; give each a name="
+    f"{saved.folder}: expected the saved loop's feeds, {', '.join(known)}, got "
+    f"{', '.join(feeds)}; pass name= to each feed"
   )
 
 
@@ -237,8 +237,8 @@ def _loaded_jvp(load: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
 def refuse_lanes(*_: Any, **__: Any) -> Any:
   """Raises: the rule of `jax.vmap` for all parts of a saved loop."""
   raise GateDefinitionError(
-    "Checkpoints: expected a scan outside of jax.vmap, got one in it; put the jax.vmap into the "
-    "body of the loop"
+    "Checkpoints: expected a scan outside jax.vmap, got one inside; put the jax.vmap into the "
+    "loop's body"
   )
 
 

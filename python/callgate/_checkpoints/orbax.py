@@ -41,14 +41,14 @@ def check(leaves: Sequence[parts.Leaf]) -> None:
   """Raises a GateDefinitionError for arrays that Orbax can't write."""
   if not leaves:
     raise GateDefinitionError(
-      "Checkpoints: format='orbax': expected a carry with arrays, Orbax saves no other; got one "
-      "without any; format='npz' saves how many steps have run"
+      "Checkpoints: format='orbax': expected a carry with arrays, got one without; use "
+      "format='npz', which saves the step alone"
     )
   for leaf in leaves:
     if 0 in leaf.shape:
       raise GateDefinitionError(
-        "Checkpoints: format='orbax': expected arrays with elements, Orbax saves no others; got "
-        f"{leaf.name}: {leaf}; format='npz' saves it"
+        f"Checkpoints: format='orbax': expected arrays with elements, got {leaf.name}: {leaf}; "
+        "use format='npz'"
       )
 
 
@@ -82,7 +82,8 @@ def read(saved: parts.Saved, number: int, wanted: parts.Slices) -> Any:
     raise
   except Exception as error:
     raise ValueError(
-      f"{saved.folder / FOLDER}: expected what Orbax has written, got what it can't read: {error}"
+      f"{saved.folder / FOLDER}: expected a checkpoint by Orbax, got files that it can't read: "
+      f"{error}"
     ) from error
 
 

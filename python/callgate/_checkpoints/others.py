@@ -50,12 +50,12 @@ def ended() -> str:
   """Describes a process that no longer sends heartbeats; "" if all others are alive."""
   group = _group.group()
   if group is None:
-    return "this process has left the others"
+    return "this process has left the group"
   with contextlib.suppress(ConnectionError):
     for process, failure in sorted(group.ended().items()):
       if failure.kind and process != group.index:
-        return f"process {process} has ended by {failure.kind}: {failure.message}"
+        return f"process {process} ended with {failure.kind}: {failure.message}"
     if silent := group.silent():
-      return f"process {silent[0]} has not been heard of for {group.silent_seconds:g} s"
+      return f"process {silent[0]} has not responded for {group.silent_seconds:g} s"
     return ""
   return "the coordinator has ended"

@@ -118,7 +118,10 @@ def read(saved: Saved, number: int, wanted: Slices) -> Any:
     made[_within(both, wanted)] = _array(saved, file, number, have)[_within(both, have)]
     missing -= math.prod(s.stop - s.start for s in both)
   if missing > 0:
-    raise ValueError(f"{saved.folder}: {leaf.name}: {missing} of {made.size} elements are missing")
+    raise ValueError(
+      f"{saved.folder}: {leaf.name}: {missing} of {made.size} elements are "
+      "missing; load another step"
+    )
   return made
 
 
@@ -136,7 +139,7 @@ def _array(saved: Saved, file: Path, number: int, part: Slices) -> Any:
     with zipfile.ZipFile(file) as archive:
       info = archive.getinfo(f"{number}.npy")
       if info.file_size > file.stat().st_size:  # before zipfile allocates that much memory
-        raise ValueError(f"{info.file_size} bytes of an array don't fit into it")
+        raise ValueError(f"an array of {info.file_size} bytes is larger than the file")
       data = archive.read(info)
     long = data[6] > 1  # header of format 2 and later
     size = int.from_bytes(data[8 : 12 if long else 10], "little")
@@ -151,7 +154,7 @@ def _array(saved: Saved, file: Path, number: int, part: Slices) -> Any:
 
 def _refuse(file: Path, error: Exception) -> NoReturn:
   said = f"{type(error).__name__}: {error}"
-  raise ValueError(f"{file}: expected a file that is whole, got a damaged one: {said}") from error
+  raise ValueError(f"{file}: expected an intact file, got a damaged one: {said}") from error
 
 
 def listed(folder: Path) -> Iterator[tuple[Path, dict[int, Slices]]]:
@@ -190,7 +193,7 @@ def opened(sealed: bytes) -> dict[str, Any]:
   """Inverts `sealed`; raises for any other bytes."""
   about = json.loads(sealed)
   if about.pop("crc32") != zlib.crc32(json.dumps(about).encode()):
-    raise ValueError("its checksum is another")
+    raise ValueError("the checksum differs")
   return about
 
 

@@ -82,8 +82,8 @@ class CarrySaver(Uncopied):
   def _refuse_region(self) -> None:
     if axes := tuple(tracing.region_axes()):
       raise GateDefinitionError(
-        f"Checkpoints: expected a scan outside of jax.shard_map, got one over its axes {axes}; "
-        "use jax.shard_map in the body of the loop instead"
+        f"Checkpoints: expected a scan outside jax.shard_map, got one over its axes {axes}; use "
+        "jax.shard_map in the body of the loop instead"
       )
 
   def _refuse_second_loop(self, body: Callable[..., Any], leaves: Sequence[Leaf]) -> None:
@@ -95,9 +95,9 @@ class CarrySaver(Uncopied):
       again = trace is not None and self._trace is not None and self._trace() is trace
       if self._loop is not None and (again or marks != self._loop[0]):
         raise GateDefinitionError(
-          f"Checkpoints: {self.folder}: expected one loop, that of {self._loop[1]}, got a second "
-          f"one at {here}: each would take the other's checkpoints for its own. Make a "
-          "cg.Checkpoints with a folder of its own for each loop"
+          f"Checkpoints: {self.folder}: expected one loop, at {self._loop[1]}, got a second one "
+          f"at {here}, which would overwrite the first one's checkpoints. Give each loop its own "
+          "cg.Checkpoints and folder"
         )
       self._loop = self._loop or (marks, str(here))
       self._trace = None if trace is None else weakref.ref(trace)
@@ -136,9 +136,8 @@ def _refuse_handles(carry: Any) -> None:
     if isinstance(leaf, Handle):
       raise GateDefinitionError(
         "Checkpoints: expected a carry of arrays, got a handle at "
-        f"{jax.tree_util.keystr(path) or 'carry'}: its object ends with this process, and the run "
-        "that goes on has none. Make the object before the loop, for its body to use, and carry "
-        "what it holds as arrays"
+        f"{jax.tree_util.keystr(path) or 'carry'}, whose object ends with this process. Make the "
+        "object before the loop, use it in the body, and carry its state as arrays"
       )
 
 
@@ -155,6 +154,6 @@ class Writers(Part):
       if (one := each()) is None or lifecycle.is_interrupted():
         continue
       if not channel.flushed(one, wait.seconds):
-        what = "the end of the program waits until they are on the disk; Ctrl-C gives them up"
+        what = "the end of the program waits until they are written; press Ctrl-C to drop them"
         print(f"callgate: checkpoints in {loading.channels[one]}: {what}", file=sys.stderr)
         channel.flushed(one, None)

@@ -67,7 +67,9 @@ class Writer:
   def _save(self, value: Any, info: TapInfo) -> None:
     """Writes a device's parts of a carry."""
     if info.lane:
-      raise ValueError("Checkpoints: expected a scan outside of jax.vmap: put it into the body")
+      raise ValueError(
+        "Checkpoints: expected a scan outside jax.vmap; put the jax.vmap into the loop's body"
+      )
     if info.repeated or info.name != NAME:  # a knob's change, for a stream beside this
       return
     step, run, carry, feeds = value
@@ -129,7 +131,9 @@ class Writer:
         if patience.left <= 0:
           (_, number), _ = self._unfinished.popitem()
           self._unfinished.clear()
-          raise RuntimeError(f"{self._folder}: parts of step {number} are missing, and {why}")
+          raise RuntimeError(
+            f"{self._folder}: the checkpoint of step {number} is incomplete, because {why}"
+          )
       if self._unfinished:
         time.sleep(0.02)
 

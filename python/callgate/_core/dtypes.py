@@ -40,7 +40,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
   for code, known in dtypes().items():
     if known == dtype:
       return code
-  raise GateDefinitionError(f"expected a dtype that JAX has, got {dtype}")
+  raise GateDefinitionError(f"dtype: expected a dtype of JAX, got {dtype}")
 
 
 def is_inexact(dtype: Any) -> bool:
@@ -111,8 +111,8 @@ MOST_DIMENSIONS = 64  # of a NumPy array
 def check_rank(where: str, shape: Sequence[Any]) -> None:
   """Raises if an array has more dimensions than NumPy allows."""
   if len(shape) > MOST_DIMENSIONS:
-    expected = f"expected an array of at most {MOST_DIMENSIONS} dimensions, as NumPy's have"
-    raise GateDefinitionError(f"{where}: {expected}, got one of {len(shape)}; reshape it before")
+    expected = f"expected an array of at most {MOST_DIMENSIONS} dimensions, NumPy's limit"
+    raise GateDefinitionError(f"{where}: {expected}, got one of {len(shape)}; reshape it first")
 
 
 _KEY = "key "  # followed by the key's kind

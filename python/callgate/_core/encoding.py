@@ -181,8 +181,8 @@ def _typed_node(place: str, kept: Any, children: Sequence[PyTreeDef]) -> Any:
     tree = make(registry, data, children)
   except RuntimeError as error:
     raise GateDefinitionError(
-      f"a program that was loaded from elsewhere calls a gate with {place}: expected a type that "
-      f"its module registers as a pytree, got {foreign.said_by(error)}"
+      f"a program from another process calls a gate with {place}: expected a type that its "
+      f"module registers as a pytree, got {foreign.said_by(error)}"
     ) from error
   return jax.tree.unflatten(tree, [0] * tree.num_leaves)
 
@@ -356,8 +356,8 @@ def learn(entries: dict[str, Any]) -> None:
       tree = jax.tree.structure(value)
       if tree == jax.tree.structure(0):
         raise GateDefinitionError(
-          f"a gate is called with a {type(value).__qualname__}, no pytree in this process; "
-          "expected a type that a module registers, not a script, and that this process imports"
+          f"a gate is called with a {type(value).__qualname__}, which is not a pytree in this "
+          "process; define and register the type in a module, and import it here"
         )
       names.learn(name, exact.exact_tree(tree))
     elif name.startswith("value:"):

@@ -29,6 +29,6 @@ def seconds(name: str, default: float) -> float:
 def _tell(name: str, given: str, default: float) -> None:
   print(
     f"callgate: environment variable {name}: expected seconds, a number from 0 to {_MOST:.0f}, got "
-    f"{given!r}; taking {default:g}",
+    f"{given!r}; using {default:g}",
     file=sys.stderr,
   )

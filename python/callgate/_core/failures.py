@@ -93,7 +93,7 @@ def keep_unheard(exception: BaseException) -> bool:
 def kernel_raised(exception: BaseException | None) -> str:
   """The runtime's hook for code that raised: returns a message that stands for the exception."""
   if exception is None:
-    return "it failed without an exception"
+    return "the call failed without an exception"
   return f"[callgate error #{_kept.set_aside(exception)}]"
 
 
@@ -110,8 +110,8 @@ def raise_kept(error: BaseException) -> None:
 
 
 _POISONED = (
-  "callgate: its program went on, as those of the other devices, with NaN for the call's results; "
-  "integers and booleans, which have no NaN, are 0"
+  "callgate: the program continued, with NaN for the call's results; integer and bool results, "
+  "which have no NaN, are 0"
 )
 
 
@@ -173,7 +173,7 @@ def take_deferred(*, of_all_threads: bool = False) -> list[BaseException]:
 def print_deferred() -> bool:
   """Prints the deferred exceptions at the end of the process; returns True if there were any."""
   if taken := _kept.take_deferred(set()):
-    print("callgate: failures that no program's caller was told of:", file=sys.stderr)
+    print("callgate: failures that no caller received:", file=sys.stderr)
   for exception in taken[:_SHOWN]:
     foreign.print_traceback(exception)
   if len(taken) > _SHOWN:

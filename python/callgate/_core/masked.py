@@ -14,8 +14,8 @@ import numpy as np
 
 # The same text as in src/bindings/arrays/views.h.
 ADVICE = (
-  "whose mask XLA's arrays don't have; give its filled(value), and its mask, if it is needed, as "
-  "an array of its own"
+  "which XLA's arrays don't support; pass its filled(value), and its mask as a separate array "
+  "if you need it"
 )
 
 
@@ -31,11 +31,11 @@ def shown(value: Any) -> str:
   """Returns a value's type name for an error, and a hint for masked arrays."""
   name = type(value).__name__
   if isinstance(value, int) and not -(2**31) <= value < 2**31:
-    return f"{name} {value}, which JAX's integers don't hold"
+    return f"{name} {value}, which no integer dtype of JAX holds"
   if isinstance(value, np.ndarray) and not value.dtype.isnative:
     return (
-      f"an array of dtype '{value.dtype.str}', whose bytes are in the other order (give its "
-      "astype(x.dtype.newbyteorder('=')))"
+      f"an array of dtype '{value.dtype.str}', which has the other byte order (pass "
+      "x.astype(x.dtype.newbyteorder('=')))"
     )
   if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
     return f"an array of dtype {value.dtype}"

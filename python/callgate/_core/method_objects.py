@@ -76,9 +76,9 @@ def find(made: str) -> split.Static:
   node = _learned.get(made) if of_name is None else of_name()
   if node is None:
     raise GateDefinitionError(
-      f"a program calls a method of an object ({made}) that is not in this process. Programs that "
-      "are exported can't call methods of objects that are no pytrees; expected an object that is "
-      "registered as one, or a gate that is no method"
+      f"a program calls a method of an object ({made}) that is not in this process. Exported "
+      "programs can't call methods of such objects: register the object's class as a pytree, or "
+      "export a gate that is not a method"
     )
   return node
 

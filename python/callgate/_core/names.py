@@ -159,9 +159,8 @@ def _digest(one: Exact) -> str:
     what = f"a {exact.kind_of(one)}"
     raise GateDefinitionError(
       f"jax.export: a static value of the program can't go to other processes: {what}: "
-      f"{foreign.said_by(error)}. "
-      "Expected numbers, text, tuples, functions that a module holds by their names, or what can "
-      "be pickled; or make it in the gate's function"
+      f"{foreign.said_by(error)}. Pass numbers, text, tuples, functions of modules or other "
+      "values that can be pickled, or create the value inside the gate's function"
     ) from error
 
 
@@ -206,10 +205,9 @@ def find(made: str, what: str) -> Exact:
     found = _of_content(made)
   if found is None:
     raise GateDefinitionError(
-      f"a program that was loaded from elsewhere calls a gate with a {what} ({made}) that this "
-      "process has not seen. Expected: plain tuples, lists, dicts and literals, which travel with "
-      "the program; or trace one call of the gate with the same value in this process first, and "
-      "keep the value"
+      f"a program from another process calls a gate with a {what} ({made}) that this process has "
+      "not seen. Use plain tuples, lists, dicts and literals, which travel with the program; or "
+      "first trace one call of the gate with the same value in this process, and keep the value"
     )
   return found
 
@@ -240,8 +238,8 @@ class NamedObjects:
   def __reduce__(self) -> Any:
     raise pickle.PicklingError(
       f"callgate: a compiled program with an object of this process ({self.what}) can't go to "
-      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions that "
-      "a module holds by their names; jax.export takes what can be pickled, too"
+      "another one. Expected numbers, text, tuples, frozen dataclasses of these or functions of "
+      "modules; use jax.export for other values that can be pickled"
     )
 
 

@@ -124,7 +124,7 @@ def _encodable(label: str, option: str, value: str) -> str:
   try:
     value.encode()
   except UnicodeEncodeError:
-    refuse(label, option, "text without lone surrogates, which UTF-8 can't hold", value)
+    refuse(label, option, "text without lone surrogates, which UTF-8 can't encode", value)
   return str(value)
 
 
@@ -134,7 +134,7 @@ _TRACER = re.compile(r"\b(?:\w*Tracer\(|Traced<)[^)>]*[)>]?")  # JAX's text of a
 def template(label: str, option: str, value: Any) -> str:
   """Checks a text with fields for values; rejects f-strings that formatted a traced array."""
   if (found := _TRACER.search(text(label, option, value))) is not None:
-    got = f"got {found[0]}, what an f-string makes of a traced array"
+    got = f"got {found[0]}, a traced array in an f-string"
     raise GateDefinitionError(
       f'{label}: {option}: expected fields for values, as "x is {{x}}" with x=x; {got}'
     )
@@ -220,7 +220,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 def byte_size(label: str, name: str, value: Any) -> int:
   """Returns a number of bytes from 65536, "64MiB" or "1.5 GB"."""
-  what = "bytes, as 65536 or '64MiB'"
+  what = "a number of bytes, such as 65536 or '64MiB'"
   if not isinstance(value, str):
     return count(label, name, value, least=1, what=what)
   match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", value.lower())

@@ -54,7 +54,7 @@ class Identity(Uncopied):
   label: Any
   origin: Origin | None = None
   travels = True
-  why_not = "callgate made it for a purpose of its own"
+  why_not = "it is internal to callgate"
   mark: str | None = None
 
 
@@ -72,7 +72,7 @@ class Portable(Public[C]):
       if _at(module, path) is self and not _takes_along(pickler, module):
         return _found, (identity.label, module, path)
     if origin is None or not identity.travels:
-      expected = "expected one that a module holds by a name, which the other process imports"
+      expected = "assign it to a name in a module that the other process imports"
       raise pickle.PicklingError(
         f"{identity.label} can't be pickled: {identity.why_not}; {expected}"
       )
@@ -159,11 +159,11 @@ def _found(label: str, module: str, path: str) -> Any:
   got = "nothing" if found is None else f"a {type(found).__name__}"
   hint = ""
   if module == "__main__":
-    hint = ". A script is not imported elsewhere: define it in a module, or pickle by cloudpickle"
+    hint = ". Other processes don't import a script: define it in a module, or use cloudpickle"
     if "__mp_main__" in sys.modules:  # multiprocessing's name for the parent's script
       hint = (
-        ". The script is imported here, but for what is under `if __name__ == '__main__':` "
-        "define it outside of that, or in a module"
+        ". The script is imported here without its `if __name__ == '__main__':` block: define "
+        "it outside that block, or in a module"
       )
   raise pickle.UnpicklingError(f"{label}: expected it as {module}.{path}, found {got} there{hint}")
 

@@ -33,10 +33,10 @@ def imported(place: str) -> Any:
   else:
     if (found := exact.referred(place)) is not None:
       return found
-    why = "the module holds none of that name"
+    why = "the module has no such name"
   raise GateDefinitionError(
-    f"a program that was loaded from elsewhere calls a gate with {place}: expected a function or "
-    f"class that this process can import, got none: {why}"
+    f"a program from another process calls a gate with {place}: expected a function or class "
+    f"that this process can import, got none: {why}"
   )
 
 

@@ -49,7 +49,7 @@ class Public(Uncopied, Generic[C]):
   def __new__(cls, *args: Any, **options: Any) -> Self:
     if cls._makers and not (len(args) == 1 and isinstance(args[0], Uncopied) and not options):
       name = cls.__name__
-      raise TypeError(f"callgate.{name}: expected a call of {cls._makers}, which makes one")
+      raise TypeError(f"callgate.{name}: the class can't be called; use {cls._makers}")
     return super().__new__(cls)
 
   def __init__(self, core: C) -> None:

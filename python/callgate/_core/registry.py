@@ -66,7 +66,7 @@ def take(name: str) -> None:
       await_free(name)
       return
     if place is None or not place.redefines(old.defined_at):
-      hint = "choose another name=, or drop the other one and the programs that call it"
+      hint = "choose another name=, or delete the other one and the programs that call it"
       taken = f"the name '{name}' is taken by another live gate or kernel"
       raise ValueError(f"callgate: {taken}; {hint}")
     others = taken_names()

@@ -119,10 +119,10 @@ def refuse_unrun(expected: str, function: Any) -> None:
   """Raises for a function whose call runs nothing and returns a coroutine or a generator."""
   if is_coroutine_function(function):
     kind = "an async function"
-    way = "a def, which may call asyncio.run_coroutine_threadsafe(f(...), loop)"
+    way = "use a def, which may call asyncio.run_coroutine_threadsafe(f(...), loop)"
   elif is_generator_function(function):
-    kind, way = "a generator function", "a def without yield"
+    kind, way = "a generator function", "use a def without yield"
   else:
     return
-  got = f"{kind}, {foreign.repr_of(function)}, whose call runs nothing"
-  raise GateDefinitionError(f"{expected} that a call runs, got {got}; give {way}")
+  got = f"{kind}, {foreign.repr_of(function)}"
+  raise GateDefinitionError(f"{expected} that runs when called, got {got}; {way}")

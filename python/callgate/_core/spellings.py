@@ -14,8 +14,8 @@ from callgate._core.errors import GateDefinitionError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OUT = "out=, a pytree of ShapeDtypeStructs or a function of the arguments' ones"
-_STATIC = "keyword arguments without arrays, which are static by themselves"
+_OUT = "out=, a pytree of ShapeDtypeStructs or a function of the arguments' ShapeDtypeStructs"
+_STATIC = "keyword arguments without arrays, which are static"
 _TRACED = "Numba's compiler in cg.numba, which takes functions of numba.njit with their options"
 _VMAP = {
   "sequential": "vmap='each'",
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, tuple[str, str | Mapping[Any, str]]] = {
   "ordered": ("JAX's", {True: "effect='ordered'", False: "effect='io'"}),
   "has_side_effect": ("JAX's", {True: "effect='io'", False: "effect='pure'"}),
   "side_effect": ("JAX's", {True: "effect='io'", False: "effect='pure'"}),
-  "pure": ("a peer's", {True: "effect='pure'", False: "effect='io' or 'ordered'"}),
+  "pure": ("another library's", {True: "effect='pure'", False: "effect='io' or 'ordered'"}),
   "partitioned": ("JAX's", {True: "sharding='shard'", False: "sharding='gather'"}),
   "input_output_aliases": ("JAX's", "aliases="),
   "donate_argnums": ("JAX's", "aliases=, with jax.jit(donate_argnums=) around the call"),
@@ -45,13 +45,13 @@ _OPTIONS: dict[str, tuple[str, str | Mapping[Any, str]]] = {
   "static_argnums": ("JAX's", _STATIC),
   "static_argnames": ("JAX's", _STATIC),
   "nondiff_argnums": ("JAX's", _STATIC),
-  "custom_call_api_version": ("JAX's", "none: its own calls of XLA's FFI"),
+  "custom_call_api_version": ("JAX's", "not needed, since callgate has its own calls of XLA's FFI"),
   "legacy_backend_config": ("JAX's", "keyword arguments, which kernels get as attributes"),
-  "input_layouts": ("JAX's", "none: arrays are dense and row-major"),
-  "output_layouts": ("JAX's", "none: arrays are dense and row-major"),
-  "vjp": ("a peer's", "defvjp(fwd, bwd) of what this makes"),
-  "jvp": ("a peer's", "defjvp(rule) of what this makes"),
-  "jit": ("a peer's", "none: calls may be in jax.jit and outside"),
+  "input_layouts": ("JAX's", "not needed, since arrays are dense and row-major"),
+  "output_layouts": ("JAX's", "not needed, since arrays are dense and row-major"),
+  "vjp": ("another library's", "defvjp(fwd, bwd) of the result"),
+  "jvp": ("another library's", "defjvp(rule) of the result"),
+  "jit": ("another library's", "not needed, since calls work inside and outside jax.jit"),
   "nopython": ("Numba's", _TRACED),
   "nogil": ("Numba's", _TRACED),
   "forceobj": ("Numba's", _TRACED),
@@ -67,7 +67,7 @@ def answer(owner: str, options: Mapping[str, Any], taken: Container[str] = ()) -
     if not isinstance(ours, str):
       known = isinstance(value, (bool, str)) and value in ours
       ours = ours[value] if known else " or ".join(dict.fromkeys(ours.values()))
-    raise GateDefinitionError(f"{owner}: {name}={value!r} is {whose}; callgate's is {ours}")
+    raise GateDefinitionError(f"{owner}: {name}={value!r} is {whose} option; in callgate: {ours}")
 
 
 def near(name: str, names: Iterable[str]) -> str:
@@ -79,7 +79,9 @@ def near(name: str, names: Iterable[str]) -> str:
 def answer_vmap(label: str, value: Any) -> None:
   """Raises if a value of `vmap=` is a `vmap_method` of JAX."""
   if isinstance(value, str) and value in _VMAP:
-    raise GateDefinitionError(f"{label}: vmap: {value!r} is JAX's; callgate's is {_VMAP[value]}")
+    raise GateDefinitionError(
+      f"{label}: vmap: {value!r} is JAX's value; in callgate: {_VMAP[value]}"
+    )
 
 
 def answered(function: Callable[P, R]) -> Callable[P, R]:

@@ -84,7 +84,7 @@ def string(label: str, name: str, value: Any) -> str:
   if not isinstance(value, str):
     _refuse(label, name, "a string", value)
   if not _is_utf8(value):  # such as a file name from `os.fsdecode`
-    _refuse(label, name, "text that UTF-8 has codes for", value)
+    _refuse(label, name, "text that can be encoded as UTF-8", value)
   return value
 
 
@@ -151,8 +151,8 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 def _shown(value: Any) -> str:
   if isinstance(value, Tracer):
     return (
-      f"a traced array ({value}); attributes are fixed when the program is traced. An operand by "
-      "value ('float a' rather than 'cg::Attr<float> a') takes arrays"
+      f"a traced array ({value}); attributes are fixed when the program is traced. Pass arrays "
+      "to an operand by value ('float a' instead of 'cg::Attr<float> a')"
     )
   return shown(value) if is_masked(value) else repr(value)
 

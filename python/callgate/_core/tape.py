@@ -37,8 +37,8 @@ class Standin:
   def refuse(self, user: str) -> NoReturn:
     """Raises, for a call that needs the object."""
     raise ReplayError(
-      f"{user}: expected a call of the recording, got one that is not in it and takes an object "
-      f"of '{self._maker}', which a replay does not make"
+      f"{user}: expected a recorded call, got one that is not in the recording and takes an "
+      f"object of '{self._maker}', which a replay doesn't create"
     )
 
 

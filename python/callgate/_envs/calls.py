@@ -22,7 +22,9 @@ from callgate._jax import tracing
 from callgate._places.workers import Workers
 from callgate._runtime import config
 
-SHARDING = "expected such as NamedSharding(mesh, PartitionSpec('d')), which splits lanes alone"
+SHARDING = (
+  "expected a sharding that splits only lanes, such as NamedSharding(mesh, PartitionSpec('d'))"
+)
 
 
 class EnvGate(GateCallee):
@@ -40,8 +42,8 @@ class EnvGate(GateCallee):
     super().__init__(function, dataclasses.replace(options, vmap=self._of_lanes))
     self.lane_rule = self._of_lane
     self.no_derivatives = (
-      f"{layout.label}: environments have no derivatives; expected actions that are constants to "
-      "them: env.step(jax.lax.stop_gradient(actions))"
+      f"{layout.label}: environments have no derivatives; use "
+      "env.step(jax.lax.stop_gradient(actions))"
     )
 
   def _prepare(self, levels: Levels, size: int) -> None:
@@ -131,8 +133,8 @@ class EnvLayout:
     made = cls(label, count, sharding, workers, together)
     if count % made.devices and not together:
       raise GateDefinitionError(
-        f"{label}: sharding: expected n, the number of environments, to be a multiple of that of "
-        f"devices, {made.devices}, got n={count}"
+        f"{label}: sharding: expected n, the number of environments, to be a multiple of the "
+        f"number of devices, {made.devices}, got n={count}"
       )
     return made
 

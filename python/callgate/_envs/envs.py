@@ -82,7 +82,9 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
   run_on, to = place_given(label, options.run_on), options.record
   check_records(label, to)
   if options.record_steps and to is None:
-    raise GateDefinitionError(f"{label}: record_steps=True: expected record=, got None")
+    raise GateDefinitionError(
+      f"{label}: record_steps=True: expected record=, got None; pass record= or drop record_steps="
+    )
   workers = run_on.count if isinstance(run_on, Workers) else 0
   layout = EnvLayout.checked(
     label, options.n, options.sharding, workers, together=options.vector
@@ -237,6 +239,6 @@ class Envs(Closing):
   def _open(self) -> Programs:
     raise_deferred()
     if self._closed:
-      raise GateError(f"{self._programs.plan.label}: the environments have been closed")
+      raise GateError(f"{self._programs.plan.label}: the environments are closed")
     self._called = True
     return self._programs

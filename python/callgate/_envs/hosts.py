@@ -243,19 +243,21 @@ class Host(Generic[U]):
     names = "observation_space", "action_space"
     for what, want, got in zip(names, wanted, found, strict=True):
       if got != want:
-        raise GateError(f"{plan.label}: {what}: expected {want}, as the first's, got {got}")
+        raise GateError(
+          f"{plan.label}: {what}: expected {want}, as in the first environment, got {got}"
+        )
 
   def _missing(self, number: int) -> GateError:
     count = self._plan.count
     lane = f" in lane {number // count}" if number >= count else ""
     return GateError(
-      f"{self._plan.label}: environment {number % count}{lane} has not been reset, or the worker "
-      "that had it has ended; expected a reset() before step()"
+      f"{self._plan.label}: environment {number % count}{lane} has not been reset, or its worker "
+      "has ended; call reset() before step()"
     )
 
   def _check_open(self) -> None:
     if self._closed:
-      raise GateError(f"{self._plan.label}: the environments have been closed")
+      raise GateError(f"{self._plan.label}: the environments are closed")
 
   def _place(self, number: int, *, mapped: bool = True) -> str:
     count = self._plan.count
@@ -266,7 +268,7 @@ class Host(Generic[U]):
     """Notes which environment raised an error; `mapped` is True in a `jax.vmap`."""
     if number >= 0:
       place = self._place(number, mapped=mapped)
-      foreign.add_note(error, f"callgate: {place} raised it in {what}()")
+      foreign.add_note(error, f"callgate: {place} raised this in {what}()")
 
 
 def fill(view: Any, count: int, values: Any) -> None:

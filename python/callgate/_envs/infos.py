@@ -27,7 +27,7 @@ def declared(label: str, given: Any, where: str = "info") -> dict[str, Any]:
     here = f"{where}[{name!r}]"
     if f"_{name}" in found:
       raise GateDefinitionError(
-        f"{label}: {where}: expected no '_{name}' beside '{name}', whose mask has that name, got "
+        f"{label}: {where}: expected names without '_{name}', which is the mask of '{name}', got "
         "both"
       )
     made[name] = declared(label, value, here) if isinstance(value, Mapping) else _type(

@@ -87,7 +87,7 @@ def plan_of(
   if autoreset == "same_step":
     for name in FINAL:
       if used := {name, f"_{name}"} & info.keys():
-        taken = f"which autoreset='same_step' gives itself, got {sorted(used)}"
+        taken = f"which autoreset='same_step' adds itself, got {sorted(used)}"
         raise GateDefinitionError(f"{label}: info: expected names other than '{name}', {taken}")
   env = vectors.made(make) if vector else make()
   width = vectors.width_of(label, env, autoreset) if vector else 0
@@ -95,8 +95,8 @@ def plan_of(
     _check_single(label, env, count)
   elif count not in (1, width * devices):
     raise GateDefinitionError(
-      f"{label}: n: expected none with vector=True, whose environment tells how many it has, "
-      f"{width}{f' on each of {devices} devices' if devices > 1 else ''}, got n={count}"
+      f"{label}: n: expected no n= with vector=True, since the environment has {width} "
+      f"lanes{f' on each of {devices} devices' if devices > 1 else ''}, got n={count}"
     )
   count = width * devices if vector else count
   if video is not None:
@@ -139,6 +139,6 @@ def _check_single(label: str, env: Any, count: int) -> None:
     )
   if (lanes := getattr(env, "num_envs", None)) is not None:
     raise GateDefinitionError(
-      f"{label}: make: expected one environment, of which callgate.envs makes n={count}, or "
-      f"vector=True, got a vector of {lanes}, {env!r}"
+      f"{label}: make: expected a single environment, since callgate.envs makes n={count} of "
+      f"them, got a vector of {lanes}, {env!r}; pass vector=True, or make a single environment"
     )

@@ -145,7 +145,7 @@ class EnvVectors(Host[_Vector]):
     if not ended.any():
       return
     if "final_obs" not in extra:
-      raise ResultError("info: expected 'final_obs' where an episode ends, got none")
+      raise ResultError("info: expected 'final_obs' when an episode ends, got none")
     inner = extra.get("final_info", {})
     if self._plan.info:
       info["_final_info"][rows[ended]] = True
@@ -196,7 +196,8 @@ class EnvVectors(Host[_Vector]):
     lane = number * self._size + int(np.argmax(unit.ended))
     return GateError(
       f"{self._place(lane, mapped=False)} is at the end of its episode, and a vector environment "
-      "steps all; expected env.reset(key, mask=terminated | truncated) before the next step"
+      "steps all its environments; call env.reset(key, mask=terminated | truncated) before the "
+      "next step"
     )
 
   def new_unit(self, number: int) -> _Vector:

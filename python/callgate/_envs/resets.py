@@ -26,8 +26,8 @@ def mask_of(label: str, mask: Any, autoreset: str, count: int) -> Any:
     return None
   if autoreset != "disabled":
     raise GateDefinitionError(
-      f"{label}: mask: expected autoreset='disabled', whose environments stay at their ends until "
-      f"a reset, got autoreset={autoreset!r}, which resets them itself"
+      f"{label}: mask: expected autoreset='disabled', got autoreset={autoreset!r}, which resets "
+      "environments itself"
     )
   try:
     found = jnp.asarray(mask)
@@ -60,7 +60,7 @@ def form_of(label: str, options: Any) -> tuple[Form | None, list[Any]]:
       hash(value)
     except TypeError:
       raise GateDefinitionError(
-        f"{label}: {where}: expected arrays, and values that can be hashed, got {value!r}"
+        f"{label}: {where}: expected arrays and hashable values, got {value!r}"
       ) from None
     return "value", value
 
@@ -68,12 +68,12 @@ def form_of(label: str, options: Any) -> tuple[Form | None, list[Any]]:
     return None, arrays
   if not isinstance(options, Mapping):
     raise GateDefinitionError(
-      f"{label}: options: expected a dictionary, as an environment's reset(options=) takes, got "
+      f"{label}: options: expected a dictionary, as for an environment's reset(options=), got "
       f"{options!r}"
     )
   if "reset_mask" in options:
     raise GateDefinitionError(
-      f"{label}: options: expected mask= for the environments to reset, got 'reset_mask'"
+      f"{label}: options: expected no 'reset_mask'; pass mask= for the environments to reset"
     )
   return of("options", options), arrays
 

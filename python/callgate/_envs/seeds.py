@@ -66,8 +66,8 @@ def _of_array(label: str, key: Any, count: int) -> tuple[How, Any]:
 
 def _wrong(label: str, count: int, got: str) -> GateDefinitionError:
   return GateDefinitionError(
-    f"{label}: key: expected a PRNG key, an integer of at least 0, a list of {count} such, or "
-    f"None, got {got}"
+    f"{label}: key: expected a PRNG key, an integer of at least 0, a list of {count} integers, "
+    f"or None, got {got}"
   )
 
 

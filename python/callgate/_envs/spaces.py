@@ -53,8 +53,8 @@ def types(label: str, which: str, space: Any) -> Any:
     limits = np.iinfo(dtype)
     if least < limits.min or most > limits.max:
       raise GateDefinitionError(
-        f"{label}: {which}: {space} has values from {least} to {most}; expected such that "
-        f"{dtype.name} holds, or jax_enable_x64"
+        f"{label}: {which}: {space} has values from {least} to {most}; expected values that "
+        f"{dtype.name} holds. Set jax_enable_x64 for larger ones"
       )
   return jax.ShapeDtypeStruct(tuple(space.shape), dtype)
 
@@ -189,7 +189,7 @@ class Store:
     try:
       return at(value, self.path)
     except (KeyError, IndexError, TypeError):
-      raise ResultError(f"{self.what}: expected one of the space's, got none") from None
+      raise ResultError(f"{self.what}: expected a value as in the space, got none") from None
 
   def put_all(self, view: Any, values: list[Any]) -> bool:
     """Stores values in the first rows, if all are arrays of this very form; else does nothing."""

@@ -71,10 +71,10 @@ def width_of(label: str, env: Any, autoreset: Autoreset) -> int:
     hasattr(env, name) for name in ("reset", "step", "observation_space", "action_space")
   )
   if not has_all or not isinstance(width, (int, np.integer)):
-    hint = "of one environment callgate.envs(make, n=...) makes several"
+    hint = "for a single environment, use callgate.envs(make, n=...)"
     raise GateDefinitionError(
-      f"{label}: make: expected a vector environment with vector=True, with num_envs, reset, step "
-      f"and spaces, as gymnasium.make_vec returns, got {env!r}; {hint}"
+      f"{label}: make: expected a vector environment with vector=True, as gymnasium.make_vec "
+      f"returns (num_envs, reset, step and spaces), got {env!r}; {hint}"
     )
   config = getattr(env, "config", None)
   batch = config.get("batch_size", 0) if isinstance(config, Mapping) else 0  # pyright: ignore
@@ -87,8 +87,8 @@ def width_of(label: str, env: Any, autoreset: Autoreset) -> int:
   if mode != autoreset:
     way = f"make it with vector_kwargs={{'autoreset_mode': AutoresetMode.{autoreset.upper()}}}"
     raise GateDefinitionError(
-      f"{label}: autoreset={autoreset!r}: expected a vector environment of that mode, got one of "
-      f"{mode!r}; {way}, or pass autoreset={mode!r}"
+      f"{label}: autoreset={autoreset!r}: expected a vector environment with that mode, got one "
+      f"with {mode!r}; {way}, or pass autoreset={mode!r}"
     )
   return int(width)
 

@@ -64,13 +64,13 @@ class VideoPlan:
   def of(self, label: str, env: Any, count: int) -> VideoPlan:
     """The plan for environments as `env`, of which there are so many."""
     if self.lane >= count:
-      most = f"the number of one of {count} environments, from 0"
+      most = f"the number of an environment, from 0 to {count - 1}"
       check.refuse(label, "record_video[0]", most, self.lane)
     mode = getattr(env, "render_mode", "rgb_array")
     if mode != "rgb_array":
       raise GateDefinitionError(
-        f"{label}: record_video: expected environments that render pictures, made with "
-        f"render_mode='rgb_array', got render_mode={mode!r}"
+        f"{label}: record_video: expected environments that render pictures, got "
+        f"render_mode={mode!r}; make them with render_mode='rgb_array'"
       )
     rate = (getattr(env, "metadata", None) or {}).get("render_fps") or _RATE
     return dataclasses.replace(self, rate=float(rate))
@@ -206,7 +206,7 @@ class _Mp4:
     if process.returncode:
       self._part.unlink(missing_ok=True)
       text = said.decode(errors="replace").strip()
-      raise GateError(f"record_video: ffmpeg ended with {process.returncode}: {text}")
+      raise GateError(f"record_video: ffmpeg exited with status {process.returncode}: {text}")
 
   def end(self, *, keep: bool) -> None:
     self._ended()
@@ -230,4 +230,7 @@ def picture_of(frames: Any, lane: int, count: int) -> Any:
   """The picture of one of `count` environments that a vector environment renders."""
   if isinstance(frames, (Sequence, np.ndarray)) and len(frames) == count:  # pyright: ignore
     return frames[lane]
-  raise ResultError(f"render(): expected a picture for each of {count} environments, got others")
+  raise ResultError(
+    f"render(): expected {count} pictures, one for each environment, got "
+    f"{len(frames) if hasattr(frames, '__len__') else type(frames).__name__}"
+  )

@@ -45,7 +45,7 @@ class WrappedEnvs(Closing):
   def __init__(self, env: Any) -> None:
     label = f"envs.{self._wrapper}"
     if not hasattr(env, "_plan") or not hasattr(env, "_layout"):
-      expected = "what callgate.envs or a wrapper returns"
+      expected = "environments of callgate.envs or a wrapper"
       raise GateDefinitionError(f"{label}: env: expected {expected}, got {env!r}")
     self._env, self._label = env, f"{label} of '{env.name}'"
     self.name, self.num_envs = env.name, env.num_envs
@@ -55,7 +55,9 @@ class WrappedEnvs(Closing):
     taken: set[str] = {*env._plan.info, *getattr(env, "_names", ())}
     if used := taken & self._own_names():
       got = f"got {sorted(used)} in info= or in another wrapper"
-      raise GateDefinitionError(f"{self._label}: expected other infos than its own, {got}")
+      raise GateDefinitionError(
+        f"{self._label}: expected infos with other names than its own, {got}"
+      )
     self._names = {*getattr(env, "_names", ()), *self._own_names()}
 
   def reset(
@@ -72,7 +74,8 @@ class WrappedEnvs(Closing):
     """
     if mask is not None and info is None:
       raise GateDefinitionError(
-        f"{self._label}: mask: expected info= beside it, the infos of the last call, with the state"
+        f"{self._label}: mask: expected info= as well, the infos of the last call, which hold "
+        "the state"
       )
     seen, found = self._env.reset(key, mask=mask, options=options, info=info)
     state = self._begun() if info is None else self._state(info)
@@ -135,8 +138,8 @@ class WrappedEnvs(Closing):
     found = info.get(self._wrapper) if isinstance(info, Mapping) else None  # pyright: ignore
     if found is None:
       raise GateDefinitionError(
-        f"{self._label}: info: expected the infos of the last reset or step, whose "
-        f"'{self._wrapper}' is the state: env.step(actions, info), got {_shown(info)}"
+        f"{self._label}: info: expected the infos of the last reset or step, which hold the "
+        f"state '{self._wrapper}', got {_shown(info)}; call env.step(actions, info)"
       )
     return found
 

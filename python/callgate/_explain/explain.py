@@ -114,7 +114,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
   )
   path = _dispatch(traced.jaxpr.effects, len(devices), platform)
   if "C++" in path and execution.is_watched(compiled):
-    path = "JAX's Python path, some 40 µs slower, due to what is told of it (cg.stop)"
+    path = "JAX's Python path, some 40 µs slower, because executions are watched (cg.stop)"
   return Explanation(told, max(len(devices), 1), platform, path)
 
 

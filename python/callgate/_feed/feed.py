@@ -120,7 +120,7 @@ class Feed(Portable[_FeedIdentity], Closing):
         types = items.from_item(name, self._producer.first, cast=cast)
       elif types is None and default is _MISSING:
         empty = f"feed '{name}': the iterable is empty, so the items' types are not known"
-        raise errors.GateDefinitionError(f"{empty}; expected an item, shape= or default=")
+        raise errors.GateDefinitionError(f"{empty}; pass shape= or default=")
       types = types or items.from_item(name, default, "default", cast=cast)
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
@@ -191,10 +191,10 @@ class Feed(Portable[_FeedIdentity], Closing):
     """Raises if no program over the mesh can take an item here."""
     if (manual := tracing.in_manual_region()) or tracing.in_vmap():
       where = "jax.shard_map" if manual else "jax.vmap"
-      expected = f"expected a call of next() outside of {where}; its result may go in"
+      expected = f"call next() outside {where} and pass its result in"
       raise errors.GateError(f"feed '{self.name}': its items are split over a mesh; {expected}")
     if config.engine() == "jax":
-      expected = "expected config(engine='callgate'), or a feed without sharding="
+      expected = "use config(engine='callgate'), or a feed without sharding="
       raise errors.GateError(
         f"feed '{self.name}': JAX's callbacks don't know the device; {expected}"
       )
@@ -214,8 +214,10 @@ class Feed(Portable[_FeedIdentity], Closing):
       BaseException: the iterator raised it in the place of this item.
     """
     if not tracing.in_no_trace():
-      why = "a program that is being traced can't iterate over it: it would hold one item for ever"
-      raise errors.GateError(f"feed '{self.name}': {why}; expected feed.next(), which it calls")
+      why = (
+        "a program that is being traced can't iterate over it, since it would keep one item forever"
+      )
+      raise errors.GateError(f"feed '{self.name}': {why}; use feed.next()")
     failures.raise_deferred()
     for effect in (effects.ORDERED_GATE_EFFECT, tracing.ordered_io_effect):
       dispatch.wait_for_own(effect)
@@ -320,9 +322,10 @@ def _iterator(name: str, iterable: Any, epochs: int | None) -> Iterator[Any]:
     return iterator
   if iterator is iterable:
     what = (
-      f"epochs={epochs}: expected an iterable that begins anew, such as a list or a data loader"
+      f"epochs={epochs}: expected an iterable that can be iterated again, such as a list or a "
+      "data loader"
     )
-    got = f"got {type(iterable).__name__}, which can be iterated over once"
+    got = f"got {type(iterable).__name__}, an iterator"
     raise errors.GateDefinitionError(f"feed '{name}': {what}; {got}")
   return _repeated(iterable, iterator, epochs)
 

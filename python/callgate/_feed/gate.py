@@ -85,7 +85,7 @@ def take_share(
 ) -> None:
   """Writes the device's share of the next item: the gate of a feed with shares."""
   if (taker := takers.get(context.device)) is None:
-    expected = "expected a program over the mesh of its sharding"
+    expected = "expected a program over the mesh of its sharding="
     raise errors.GateError(
       f"feed '{producer.name}': {expected}, got one on device {context.device}"
     )

@@ -125,7 +125,7 @@ class ItemTypes:
       except ValueError:
         fits = False
       if not fits:
-        expected = f"{type_text(dtype, shape)} or what broadcasts to it"
+        expected = f"{type_text(dtype, shape)} or an array that broadcasts to it"
         got = got or type_text(array.dtype, array.shape)
         raise GateDefinitionError(f"{where()}: expected {expected}, got {got}")
       arrays.append(np.array(np.broadcast_to(array, shape)))
@@ -157,7 +157,7 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
   if isinstance(value, jax.Array):
     if not jnp.issubdtype(value.dtype, jax.dtypes.extended):
       return np.asarray(value)  # immutable, so a view is enough
-    got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
+    got = f"an array of {value.dtype} (use jax.random.key_data for keys)"
   elif not masked.is_masked(value):
     try:
       if type(value) in defaults:
@@ -184,9 +184,9 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any], *, cast: bool) 
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      why = f"expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
+      why = f"expected a dtype of numbers, got {leaf.dtype}; use jax.random.key_data for keys"
     elif not _is_number(dtype := np.dtype(leaf.dtype)):
-      why = f"expected a dtype of numbers that JAX has, got {dtype}"
+      why = f"expected a numeric dtype of JAX, got {dtype}"
     elif (canonical := _canonical(dtype)) != dtype and dtype.kind not in "iu" and not cast:
       without = f"expected {canonical.name} without it, or cast=True"
       why = f"{dtype.name} needs jax_enable_x64; {without}"

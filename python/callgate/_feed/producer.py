@@ -228,8 +228,8 @@ class Producer:
       if run == newest and self._next[taker] != first:
         if first < self._first:
           raise GateError(
-            f"feed '{self.name}': a program failed on some devices while others went on, so that "
-            "the items of the next one are gone; expected a new feed after such a failure"
+            f"feed '{self.name}': a program failed on some devices while others continued, so "
+            "the next program's items are lost; make a new feed"
           )
         self._next[taker] = first
 
@@ -298,7 +298,7 @@ class Producer:
       elif self._default is not None:
         entry = _Entry(self._default)
       else:
-        more = "expected more data, or a default= to serve from then on"
+        more = "use fewer steps, or pass default= for the steps after the end"
         raise EndOfFeed(f"feed '{self.name}' ended after {self._count()} item(s); {more}")
       for taker in takers:
         self._next[taker] = number + 1
@@ -334,7 +334,7 @@ class Producer:
         waited = True
         # The end of the process wakes it without an item, and limits its patience from then on.
         if not self._changed.wait(self._patience) and self._patience is not None:
-          none = f"the process is ending, and no item came within {self._patience:g} s"
+          none = f"the process is ending, and no item arrived within {self._patience:g} s"
           raise GateError(f"feed '{self.name}': {none}")
     finally:
       self._note_waiting(-1)
@@ -357,10 +357,10 @@ class Producer:
     """Raises GateError if the feed is closed, or belongs to another process."""
     if (here := os.getpid()) != self._process:
       its = f"was made in process {self._process}, and its thread is not in the forked process"
-      after = "expected a feed that is made after the fork"
+      after = "create the feed after the fork"
       raise GateError(f"feed '{self.name}' {its} {here}; {after}")
     if self._closed:
-      raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
+      raise GateError(f"feed '{self.name}' is closed; call next() before close()")
 
   def stats(self) -> dict[str, int]:
     # In a fork's child the lock may be held forever.

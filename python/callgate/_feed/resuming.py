@@ -126,15 +126,15 @@ def _skip_to(producer: Producer, taker: int, number: int) -> None:
   said = f"feed '{producer.name}': expected"
   if (now := producer.position(taker)) > number:
     raise GateError(
-      f"{said} one that has given at most {number} item(s), as the loop had read when it was "
-      f"saved, got one that has given {now}; make the feed anew, with resumable=False if its "
-      "iterator goes on where the loop does"
+      f"{said} a feed that has given at most {number} item(s), the count in the checkpoint, got "
+      f"one that has given {now}; make the feed again, or pass resumable=False if its iterator "
+      "continues where the loop does"
     )
   try:
     while producer.position(taker) < number:
       producer.drop(taker)
   except EndOfFeed as error:
     raise GateError(
-      f"{said} the {number} item(s) that the loop had read when it was saved, "
-      f"got {producer.position(taker)}"
+      f"{said} at least {number} item(s), the count in the checkpoint, got "
+      f"{producer.position(taker)}"
     ) from error

@@ -85,7 +85,7 @@ def of(feed: str, sharding: Any, types: items.ItemTypes) -> Shares:
       raise GateDefinitionError(f"{label}: {expected}, got {leaf!r}")
     if leaf.mesh != leaves[0].mesh:
       raise GateDefinitionError(
-        f"{label}: expected one mesh for all, got {leaves[0].mesh} and {leaf.mesh}"
+        f"{label}: expected one mesh for all leaves, got {leaves[0].mesh} and {leaf.mesh}"
       )
   structs: list[jax.ShapeDtypeStruct] = []
   for leaf, (shape, dtype) in zip(leaves, types.types, strict=True):

@@ -70,7 +70,7 @@ class Job:
       except Interruption:
         with _lock:
           _open.discard(self)  # there is no error to report
-        self._settle(None, GateError(f"{self.label}, started at {self.place}: Ctrl-C has ended it"))
+        self._settle(None, GateError(f"{self.label}, started at {self.place}: Ctrl-C ended it"))
       except BaseException as error:  # noqa: BLE001 - whoever takes the result gets it
         self._settle(None, error)
 
@@ -83,8 +83,9 @@ class Job:
         count = len(_open)
         _open.discard(self)
       raise GateError(
-        f"{self.label}: can't be started: there is no thread for it, while {count} started calls "
-        "run; expected fewer at once, or an async def, whose calls share a thread"
+        f"{self.label}: the call can't be started, because the system has no thread for it while "
+        f"{count} started calls run; start fewer at once, or use an async def, whose calls share "
+        "a thread"
       ) from error
     if not is_taken:
       with _lock:
@@ -92,8 +93,9 @@ class Job:
       if isinstance(line, ThreadPlace):
         line.refuse()
       raise GateError(
-        f"{self.label}: can't be started: the process is ending, or was forked from one that ran "
-        "such calls; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+        f"{self.label}: the call can't be started, because the process is ending or was forked "
+        "from one that ran such calls; start processes with multiprocessing's 'spawn' or "
+        "'forkserver'"
       )
 
   def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -159,7 +161,7 @@ class Job:
 
   def _refuse(self, place: str) -> NoReturn:
     raise GateError(
-      f"{self.label}: a ticket is waited for once, got a second time, at {place}; it was "
+      f"{self.label}: a ticket can be waited for once, got a second wait at {place}; it was "
       f"started at {self.place} and waited for at {self._taken}"
     )
 

@@ -56,7 +56,10 @@ class Ticket(Stays):
   """
 
   __slots__ = ("_among", "_args", "_call", "_handle")
-  _stays = "its call runs in this process; expected what result() returns, or a start in the other"
+  _stays = (
+    "its call runs in this process; pass the value of result(), or start the call in the "
+    "other process"
+  )
 
   def __init__(self, call: _StartedCall, handle: Handle, args: Any) -> None:
     self._call, self._handle, self._args = call, handle, args
@@ -124,18 +127,18 @@ def start(gate: GateCallee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ti
 def _check(gate: GateCallee) -> None:
   if gate.traits.handles:
     raise GateDefinitionError(
-      f"{gate.label}: start(): expected a gate, whose results are arrays; a hold's object is made "
-      "where it is called: start a gate, or call the hold"
+      f"{gate.label}: start(): expected a gate, whose results are arrays, got a hold; call the "
+      "hold, or start a gate"
     )
   if gate.style != "return":
     raise GateDefinitionError(
-      f"{gate.label}: start() needs style='return', got style={gate.style!r}, whose results are "
-      "XLA's memory, which a started call doesn't have"
+      f"{gate.label}: start() needs style='return', got style={gate.style!r}, which writes into "
+      "XLA's memory; a started call has none"
     )
   if gate.effect == "ordered":
     raise GateDefinitionError(
-      f"{gate.label}: start() needs effect='pure' or 'io', got 'ordered': started calls run beside "
-      "each other"
+      f"{gate.label}: start() needs effect='pure' or 'io', got 'ordered': started calls run "
+      "concurrently"
     )
 
 
@@ -225,7 +228,7 @@ def result(gate: GateCallee, ticket: Any) -> Any:
   """See `Gate.result`."""
   if not isinstance(ticket, Ticket) or ticket._call.gate is not gate:  # pyright: ignore[reportPrivateUsage]
     raise GateDefinitionError(
-      f"{gate.label}: result() expected a ticket of its own, got {ticket!r}"
+      f"{gate.label}: result(): expected a ticket of this gate, got {ticket!r}"
     )
   return ticket.result()
 

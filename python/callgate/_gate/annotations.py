@@ -33,8 +33,8 @@ def refuse_generators(label: str, function: Any) -> None:
   """Raises for generator functions: a call of one returns no results."""
   if signatures.is_generator_function(function):
     raise GateDefinitionError(
-      f"{label}: fn: expected a function that returns its results, got a generator function; "
-      "callgate.feed takes generators, which programs read item by item"
+      f"{label}: fn: expected a function that returns its results, got a generator function; use "
+      "callgate.feed for generators"
     )
 
 
@@ -114,8 +114,8 @@ class Annotated:
     for dim in option.dim_str.split():
       if (size := _size(dim, sizes)) is None:
         raise GateDefinitionError(
-          f"{self._label}: the annotation of the result, {_text(option)}: expected dimensions that "
-          f"those of the arguments give, got {dim!r}; out= says what annotations can't"
+          f"{self._label}: the annotation of the result, {_text(option)}: expected dimensions of "
+          f"the arguments' annotations, got {dim!r}; use out= for other shapes"
         )
       shape += size if isinstance(size, tuple) else [size]
     return jax.ShapeDtypeStruct(tuple(shape), self._dtype(option, dtypes))
@@ -134,7 +134,7 @@ class Annotated:
     if own or not likely:
       raise GateDefinitionError(
         f"{self._label}: the annotation of the result, {_text(option)}, leaves the dtype open; "
-        "expected one of a single dtype (Float32, say), or out="
+        "use one with a single dtype (such as Float32), or out="
       )
     return likely[0]
 

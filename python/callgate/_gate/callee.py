@@ -69,8 +69,8 @@ class GateCallee(Operation):
     self.timeout = options.timeout or 0.0
     if self.is_async and not isinstance(self.run_on, str):
       raise GateDefinitionError(
-        f"{label}: run_on={self.run_on!r}: expected a function, got an async function; those run "
-        "on this process's event loop"
+        f"{label}: run_on={self.run_on!r}: expected a function, got an async function, which "
+        "runs on this process's event loop; drop run_on="
       )
     self.retries, self.affinity = options.retries, options.affinity
     self.in_flight = options.in_flight
@@ -201,8 +201,8 @@ class GateCallee(Operation):
   def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Any) -> Any:
     if self.is_async:
       raise GateDefinitionError(
-        f"{self.label} is an async function, which a call would have to wait for; expected "
-        "ticket = gate.start(...) and, later, ticket.result()"
+        f"{self.label} is an async function, which a call can't wait for; use ticket = "
+        "gate.start(...) and, later, ticket.result()"
       )
     return super().apply_raw(args, kwargs, static)
 

@@ -141,7 +141,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   try:
     for _, field, _, _ in string.Formatter().parse(message):
       if field is not None and re.split(r"[.\[]", field)[0] not in values:
-        what = f"the field {{{field}}} is not among the values, {sorted(values)}"
+        what = f"expected fields among the values, {sorted(values)}, got {{{field}}}"
         raise GateDefinitionError(f"check: message: {what}")
   except ValueError as error:
     what = f"check: message: expected a format string, got {message!r}: {error}"
@@ -180,7 +180,7 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
   except Exception as error:
     arrays = [(name, x) for name, value in types.items() for x in jax.tree.leaves(value)]
     shown = ", ".join(f"{name}: {x.dtype.name}{list(x.shape)}" for name, x in arrays)
-    what = f"check: message: expected a format for the values ({shown}), got {message!r}"
+    what = f"check: message: expected a format that fits the values ({shown}), got {message!r}"
     raise GateDefinitionError(f"{what}: {foreign.said_by(error)}") from error
 
 

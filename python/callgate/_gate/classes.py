@@ -65,15 +65,14 @@ def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
   kind: Any = objects.class_of(made)
   if hidden := sorted(own & (outs_by_method(kind, out) or {}).keys()):
     raise GateDefinitionError(
-      f"gate of {kind.__qualname__}: out names the method '{hidden[0]}', and gates have such a "
-      f"name of their own; expected none of {', '.join(sorted(own))}: a subclass may call it by "
-      "another name"
+      f"gate of {kind.__qualname__}: out: the method '{hidden[0]}' has the name of a gate's own "
+      f"method ({', '.join(sorted(own))}); rename it in a subclass"
     )
 
 
 def no_results(kind: type, method: str, *_: Any, **__: Any) -> NoReturn:
   """The `out` of a method that is missing in the user's `out`; raises."""
   raise GateDefinitionError(
-    f"gate of {kind.__qualname__}: the results of '{method}' are not known; expected "
-    f"out={{..., {method!r}: ...}}"
+    f"gate of {kind.__qualname__}: the results of '{method}' are not known; pass out={{..., "
+    f"{method!r}: ...}}"
   )

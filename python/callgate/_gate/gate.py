@@ -89,7 +89,7 @@ class Gate(ArrayFunction[P, R]):
       owners = self._core.live_owners
       if owners and not self._core.is_of_object(args):
         call = f"{owners[0].__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
-        foreign.add_note(error, f"callgate: a method's object is the first argument: {call}")
+        foreign.add_note(error, f"callgate: pass the method's object as the first argument: {call}")
       raise
 
   check.__doc__ = ArrayFunction.check.__doc__

@@ -91,10 +91,10 @@ class GateOptions(CallOptions):
       kinds = ", ".join(map(repr, gpu.KINDS))
       problem = f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}"
     elif made.style == "return":
-      got = "got style='return', whose results are gone at a replay"
+      got = "got style='return', whose results a replayed graph doesn't have"
       problem = f"style='inplace' or 'context', {got}"
     elif made.effect != "pure":
-      why = "a graph that is replayed does not call the callable"
+      why = "a replayed graph does not call the callable"
       problem = f"effect='pure', got effect={made.effect!r}: {why}"
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
@@ -113,18 +113,18 @@ def _run_on(label: str, value: Any, thread: Thread) -> RunOn:
   if isinstance(value, str) and value in ("xla", "own", "processes"):
     name = str(value)
     if thread == "own" and name == "processes":
-      check.refuse(label, "run_on", "'own', as thread='own' says", value)
+      check.refuse(label, "run_on", "'own', because of thread='own'", value)
     if name == "processes":
       return shared()
     return "own" if "own" in (thread, name) else "xla"
   if not isinstance(value, (Workers, threads.Thread, concurrent.futures.Executor)):
     check.refuse(
       label, "run_on",
-      "one of 'xla', 'own', 'processes', callgate.workers(...), callgate.thread(...) or a "
-      "concurrent.futures.Executor", value,
+      "'xla', 'own', 'processes', callgate.workers(...), callgate.thread(...) or a "
+"concurrent.futures.Executor", value,
     )  # fmt: skip
   if thread == "own":
-    check.refuse(label, "run_on", "'own', as thread='own' says", value)
+    check.refuse(label, "run_on", "'own', because of thread='own'", value)
   return value
 
 
@@ -143,8 +143,8 @@ def _check_place(label: str, made: "GateOptions") -> None:
       raise GateDefinitionError(f"{label}: {name}: expected run_on= {expected}")
   if made.retries and made.effect != "pure":
     raise GateDefinitionError(
-      f"{label}: retries={made.retries}: expected effect='pure', got effect={made.effect!r}, which "
-      "runs once"
+      f"{label}: retries={made.retries}: expected effect='pure', got effect={made.effect!r}, "
+      "whose calls run once"
     )
   if made.command_buffer and place is not XLA:
     raise GateDefinitionError(f"{at}: expected command_buffer=False")
@@ -177,8 +177,8 @@ class ReturnOptions(GateOptions):
 
 def no_copy(label: str, arrays: str) -> GateDefinitionError:
   which = "arrays='numpy' or 'jax'; 'buffer' and 'torch' in programs for the CPU"
-  expected = f"expected arrays in the host's memory ({which})"
-  got = f"got arrays={arrays!r} on a GPU, which are XLA's own"
+  expected = f"expected arrays in host memory ({which})"
+  got = f"got arrays={arrays!r} on a GPU, which are XLA's own memory"
   return GateDefinitionError(f"{label}: copy=True: {expected}, {got}")
 
 

@@ -65,7 +65,9 @@ class trace(contextlib.ContextDecorator):
 
   def __enter__(self) -> None:
     if not os.path.isdir(folder := os.path.dirname(os.path.abspath(self._path))):
-      raise FileNotFoundError(f"trace: path: expected a file in a folder, got no folder {folder!r}")
+      raise FileNotFoundError(
+        f"trace: path: expected a file in an existing folder, got the missing folder {folder!r}"
+      )
     self._open.append(_callgate.start_trace())
 
   def __exit__(self, *exception: object) -> None:

@@ -31,8 +31,8 @@ def keep_callee(context: Any, callee: Any) -> None:
   callees = _callees.setdefault(context.module_context.module, {})
   if callees.setdefault(callee.name, callee) is not callee:
     raise RuntimeError(
-      f"callgate: '{callee.name}' was defined again while a program that calls the old and the new "
-      "one was lowered; call the program once more"
+      f"callgate: '{callee.name}' was redefined while a program that calls the old and the new "
+      "one was lowered; call the program again"
     )
 
 

@@ -274,7 +274,7 @@ def cpu_devices(what: str | None = None) -> list[Any]:
   if what is None:
     return []
   raise RuntimeError(
-    f"callgate: {what} needs JAX's CPU backend; expected 'cpu' among JAX_PLATFORMS, got "
+    f"callgate: {what} needs JAX's CPU backend; add 'cpu' to JAX_PLATFORMS, got "
     f"{_config.jax_platforms.value!r}"
   )
 

@@ -79,7 +79,7 @@ class KernelCallee(Operation):
     if not self.takes_any:
       inouts = self.signature.of((Kind.INOUT,))
       if inouts and self.signature.of((Kind.INS, Kind.OUTS)):
-        raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
+        raise GateDefinitionError(f"{label}: InOut can't be combined with Ins or Outs, got both")
       operands, results = self.signature.of(OPERANDS), self.signature.of(RESULTS)
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
@@ -88,7 +88,7 @@ class KernelCallee(Operation):
         arrays = {position: p for position, p in given if p in operands}
         if wrong := [position for position in self.linear if position not in arrays]:
           known = ", ".join(f"{position} ('{p.name}')" for position, p in arrays.items())
-          expected = f"expected positions of arguments that are arrays, {known}"
+          expected = f"expected positions of array arguments, {known}"
           raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
     with registry.naming(name):
@@ -101,9 +101,9 @@ class KernelCallee(Operation):
       return functools.partial(launch.emission, self, self.cuda)
     own, got = ("the CPU", "CUDA") if cuda else ("platform cuda", f"platform {platform}")
     raise GateDefinitionError(
-      f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
-      f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
-      "for both, and jax.lax.platform_dependent chooses between functions"
+      f"{self.label}: the kernel has code only for {own}, got a program for {got}. Use "
+      "callgate.cpp(source, cuda_source=...) for both platforms, callgate.cuda for CUDA, or "
+      "jax.lax.platform_dependent to choose between functions"
     )
 
   def rename(self, name: str) -> None:

@@ -40,7 +40,7 @@ def no_new_calls(name: str) -> Callable[..., NoReturn]:
   """The `out` of a loaded kernel: loaded programs have its results, and new code can't call it."""
 
   def out(*args: Any, **kwargs: Any) -> NoReturn:
-    problem = "was loaded from a file; expected it to be defined here for new calls"
+    problem = "was loaded from a file; define it in this process to call it in new programs"
     raise GateDefinitionError(f"kernel '{name}' {problem}")
 
   return out
@@ -127,11 +127,14 @@ def save_kernels(
       raise TypeError
     chosen: dict[Any, None] = dict.fromkeys([given] if isinstance(given, Kernel) else given)
   except TypeError:  # not an iterable of kernels
-    options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
+    options.refuse("save_kernels", "kernels", "a kernel or an iterable of kernels", kernels)
   forms = [(kernel, _saved_form(core_of(kernel))) for kernel in chosen]
   if not live and (other := [kernel for kernel, form in forms if form is None]):
-    got = f"{other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
-    expected = "kernels that callgate.cpp or callgate.cuda made"
+    got = (
+      f"{other[0]!r}, whose code callgate can't copy; define it in the other process, under "
+      "the same name"
+    )
+    expected = "kernels of callgate.cpp or callgate.cuda"
     raise GateDefinitionError(f"callgate.save_kernels: kernels: expected {expected}, got {got}")
   saved = [form for _, form in forms if form is not None]
   text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": saved})
@@ -223,7 +226,9 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     if live is not None and not same:
       other = f"another live {getattr(live, 'kind', 'gate')} of this process has"
       fault = f"'{path}' has a kernel '{form['name']}', a name that {other}"
-      raise ValueError(f"callgate.load_kernels: {fault}; expected it to be free, or the same")
+      raise ValueError(
+        f"callgate.load_kernels: {fault}; delete that one, or load the file in another process"
+      )
   return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
@@ -231,7 +236,7 @@ def _taken(path: Any, form: dict[str, Any], known: KernelCallee | None) -> Kerne
   """Makes the kernel of a form. Reports a form of the wrong shape as damage of the file."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
   if known is None and form["kind"] not in _KINDS:
-    expected = f"a kind that this callgate knows ({', '.join(sorted(_KINDS))})"
+    expected = f"one of {', '.join(sorted(_KINDS))}"
     raise KernelFileError(f"{place}: expected {expected}, got '{form['kind']}'")
   try:
     if known is None:
@@ -241,8 +246,8 @@ def _taken(path: Any, form: dict[str, Any], known: KernelCallee | None) -> Kerne
   except (CompileError, KernelFileError):
     raise
   except (AttributeError, LookupError, TypeError, ValueError, RecursionError, GateError) as error:
-    problem = f"no {error} in it" if isinstance(error, KeyError) else error
-    expected = "expected what callgate.save_kernels wrote, got something damaged"
+    problem = f"{error} is missing" if isinstance(error, KeyError) else error
+    expected = "expected a kernel that callgate.save_kernels wrote, got a damaged one"
     raise KernelFileError(f"{place}: {expected}: {problem}") from error
 
 
@@ -270,11 +275,11 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       forms = json.loads(text, object_hook=unpacked)["kernels"]
       for form in forms:
         if not (isinstance(form["name"], str) and isinstance(form["kind"], str)):
-          raise ValueError(f"a kernel is called {form['name']!r}, and of kind {form['kind']!r}")
+          raise ValueError(f"a kernel has the name {form['name']!r} and the kind {form['kind']!r}")
       return forms
   except KernelFileError:
     raise
   except Exception as error:  # damaged bytes may raise anything
-    got = f"'{path}', which is damaged or something else: {error}"
+    got = f"'{path}', which is damaged or another kind of file: {error}"
     expected = "expected a file that callgate.save_kernels wrote"
     raise KernelFileError(f"callgate.load_kernels: {expected}, got {got}") from error

@@ -67,7 +67,7 @@ class Kernel(ArrayFunction[P, R]):
     """
     function = getattr(self._core, "function", None)
     if function is None:
-      raise AttributeError(f"{self!r} was made from source, and has no function", obj=self)
+      raise AttributeError(f"{self!r} was made from source and has no function", obj=self)
     return function
 
   @property

@@ -112,7 +112,7 @@ def checked(
         check.refuse(label, f"{what}.{axis}", f"{least} to {most}", value)
   if (product := math.prod(threads)) > _THREADS:
     expected = f"expected at most {_THREADS} threads"
-    raise GateDefinitionError(f"{label}: block: {expected}, got {threads}, which are {product}")
+    raise GateDefinitionError(f"{label}: block: {expected}, got {threads}, {product} threads")
   what = "bytes of dynamic shared memory"
   shared = check.count(label, "shared", shared, most=2**31 - 1, what=what)
   if cluster is None:
@@ -139,7 +139,7 @@ def encode(label: str, plan: LaunchPlan) -> dict[str, Any]:
   launches: list[dict[str, Any]] = []
   for launch in plan.launches:
     if not launch.entry:
-      problem = "expected a function's name as the image has it, got none"
+      problem = "entry: expected the name of a function in the image, got none"
       raise GateDefinitionError(f"{label}: {problem}")
     block, starts, addresses = b"", list[int](), list[int]()
     for parameter in launch.parameters:
@@ -234,7 +234,7 @@ def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
   batch, axes = None, call.levels
   for shape in (aval.shape for aval in (*call.operands, *call.results)):
     if any(map(is_open, shape)):
-      fault = f"its launch depends on shapes: expected known extents, got {shape}"
+      fault = f"the launch depends on shapes: expected known extents, got {shape}"
       raise GateDefinitionError(f"{kernel.label}: in a program for CUDA {fault}")
   if kernel.vmap == "grid" and call.whole is not None:
     batch, axes = call.whole[0], (*axes, call.whole)
@@ -259,12 +259,12 @@ def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> LaunchPlan:
   """Returns the checked plan of a call."""
   batch, grid = call.batch, f"{kernel.label}: vmap='grid': expected"
   if batch is not None and batch > _MAX_BATCH:
-    most = f"{_MAX_BATCH} lanes, as many as a grid has blocks along z"
+    most = f"{_MAX_BATCH} lanes, the limit of a grid's z"
     raise GateDefinitionError(f"{grid} at most {most}; got {batch}")
   plan = part.plan(call)
   for launch in plan.launches:
     if batch is not None and launch.grid[2] not in (batch, 0):
-      free = f"a grid whose z is free for the {batch} lanes"
+      free = f"a grid whose z is left to the {batch} lanes"
       raise GateDefinitionError(f"{grid} {free}, got {launch.grid}")
   return plan
 

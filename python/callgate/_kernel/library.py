@@ -69,7 +69,7 @@ def _inferred(label: str, function: str, parameters: Signature, *args: Any) -> A
     what = f"the shape of result '{wanted.name}' ({wanted.text})"
     fault = f"{what} does not follow from the arguments, since {why}"
     example = f"library.kernel('{function}', out=lambda {names}: ...)"
-    raise GateDefinitionError(f"{label}: {fault}; expected out=, as in {example}")
+    raise GateDefinitionError(f"{label}: {fault}; pass out=, as in {example}")
 
   results = list(map(result, parameters.of(RESULTS)))
   return results[0] if len(results) == 1 else tuple(results)
@@ -110,8 +110,8 @@ class Library:
     self.name, self.path, self.cdll = name, path, loaded
     self._kernels: dict[str, Kernel] = {}
     if not hasattr(loaded, "callgate_kernels"):
-      made = "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
-      fault = f"no library of kernels: expected the symbol callgate_kernels, {made}"
+      made = "which callgate/kernel.h and CALLGATE_KERNEL(function) define, found none"
+      fault = f"not a library of kernels: expected the symbol callgate_kernels, {made}"
       raise GateDefinitionError(f"callgate.library: '{path}' is {fault}")
     try:
       table = exported(path, loaded)
@@ -119,7 +119,7 @@ class Library:
       raise GateDefinitionError(f"callgate.library: {error}") from error
     self._functions = dict(table)
     if twice := [n for n, count in collections.Counter(n for n, _ in table).items() if count > 1]:
-      expected = "one CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
+      expected = "one CALLGATE_KERNEL for each name; use CALLGATE_KERNEL_AS for another name"
       fault = f"'{path}' exports two kernels '{twice[0]}'"
       raise GateDefinitionError(f"callgate.library: {fault}; expected {expected}")
 

@@ -171,8 +171,8 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
     return value
   if is_wide(dtype):
     fault = (
-      f"{dtype.name} needs jax_enable_x64; cast=True of a C function, or a static parameter of C++ "
-      "(cg::Attr), does not"
+      f"{dtype.name} needs jax_enable_x64; set it, or use cast=True of a C function or a static "
+      "parameter of C++ (cg::Attr)"
     )
     raise GateDefinitionError(f"{label}: argument '{name}': {fault}")
   return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
@@ -193,7 +193,7 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
       fault = (
-        f"{np.dtype(value.dtype).name} has several elements in a byte, which kernels don't take"
+        f"{np.dtype(value.dtype).name} has several elements in a byte, which kernels don't support"
       )
       raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
 
@@ -225,8 +225,8 @@ def check_types(
       whole = any(len(r.shape) != len(shape) for r, (shape, _) in ranks)
       if whole and len(value.shape) == parameter.rank + 1:
         problem += (
-          "; under vmap='whole' and 'broadcast' batched arrays have a leading axis more, so the "
-          "rank is cg::dynamic or a template parameter"
+          "; vmap='whole' and 'broadcast' add a leading axis, so declare the rank as "
+          "cg::dynamic or a template parameter"
         )
       raise GateDefinitionError(f"{kernel.label}: {side} {named}: {problem}")
 

@@ -81,7 +81,7 @@ class TemplateParameter(NamedTuple):
         return len(array.shape)
     if not self.default:
       named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
-      why = "since it is no array's element type or rank"
+      why = "since no array's element type or rank determines it"
       raise GateDefinitionError(f"{label}: expected template parameter {named}{otherwise}, {why}")
 
 

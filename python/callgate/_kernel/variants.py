@@ -57,8 +57,8 @@ def _class_name(kind: type) -> str:
 
 def _of_class(name: str, base: Any) -> Any:
   if (kind := exact.referred(name)) is None:
-    got = f"a static value of the class {name}, which this process has not"
-    raise GateDefinitionError(f"a program that was loaded from elsewhere: {got}; import it first")
+    got = f"a static value has the class {name}, which this process doesn't have"
+    raise GateDefinitionError(f"a program from another process: {got}; import it first")
   return kind(*base) if hasattr(kind, "_fields") else kind(base)
 
 

@@ -254,8 +254,8 @@ def _where(mask: Any, eqn: Any, inputs: _Values) -> _Values:
   if not carried.can_carry(eqn.primitive):
     name = eqn.primitive.name
     raise GateDefinitionError(
-      f"vmap of a branch or loop that not all lanes take: {name} in it holds both a collective "
-      "(or a Ref) and a call of callgate's with an effect. Expected one of the two outside of it"
+      f"vmap of a branch or loop that only some lanes take: {name} holds both a collective (or a "
+      "Ref) and a callgate call with an effect. Move one of the two out of it"
     )
   with eqn.ctx.manager:
     return carried.bind(_where, eqn, mask, inputs)

@@ -149,7 +149,7 @@ def _file_of(options: dict[str, Any]) -> Any:
 def _tell(desc: str | None, error: BaseException) -> None:
   """Reports on standard error that a bar isn't drawn."""
   bar = "a progress bar" if desc is None else f"the progress bar '{desc}'"
-  said = f"{bar} is drawn no further, and its loop goes on"
+  said = f"{bar} is no longer drawn; its loop continues"
   print(f"callgate: {said}: {foreign.said_by(error)}", file=sys.stderr)
 
 

@@ -71,7 +71,7 @@ class bars(ContextDecorator):
   def __exit__(self, *error: Any) -> None:
     blocks: list[AbstractContextManager[Any]] = self._local.__dict__.get("blocks", [])
     if not blocks:
-      raise RuntimeError("bars: expected the end of the block in the thread that began it")
+      raise RuntimeError("bars: the block must end in the thread that began it; exit it there")
     blocks.pop().__exit__(*error)
 
 

@@ -80,8 +80,8 @@ def _batch(operands: _Values, dims: _Values, *, bar: Bar) -> tuple[_Values, _Val
     bar = dataclasses.replace(bar, lanes=(size, *bar.lanes))
     if bar.count > MOST_LANES:
       raise GateDefinitionError(
-        f"progress: lanes='bars': expected at most {MOST_LANES} lanes, got {bar.count}; "
-        "lanes='one' is a bar for all"
+        f"progress: lanes='bars': expected at most {MOST_LANES} lanes, got {bar.count}; use "
+        "lanes='one' for one bar in total"
       )
   read, rest = operands[: bar.numbers], operands[bar.numbers :]
   every = bar.by_lane or any(dim is not None for dim in dims[: bar.numbers])

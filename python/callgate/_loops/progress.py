@@ -111,7 +111,7 @@ class Automatic(Progress):
 def _check_goal(total: Any) -> None:
   """Raises unless a bar by value may end at `total`."""
   if not isinstance(total, (jax.Array, np.ndarray)):
-    _options.number("Progress", "total", total, what="where the value of `at` ends, a number")
+    _options.number("Progress", "total", total, what="the number at which `at` ends")
   elif jnp.shape(total) or not jnp.issubdtype(total.dtype, np.number):
     got = f"{total.dtype}{list(total.shape)}"
     raise GateDefinitionError(f"Progress: total: expected a number of shape (), got {got}")
@@ -201,7 +201,8 @@ class Mark:
     at = jnp.asarray(self.at(carry))
     if at.shape or not jnp.issubdtype(at.dtype, np.number):
       raise GateDefinitionError(
-        f"Progress: at: expected a number of the carry, got {at.dtype}{list(at.shape)}"
+        "Progress: at: expected a function from the carry to a number, got "
+        f"{at.dtype}{list(at.shape)}"
       )
     numbers = (jnp.asarray(x).astype(np.float32) for x in (self.total, at))
     return list(map(jax.lax.stop_gradient, numbers))

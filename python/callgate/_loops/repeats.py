@@ -85,16 +85,16 @@ def _jaxprs(params: _Params) -> tuple[Any, Any]:
 
 
 _RUNS_TWICE = (
-  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: the "
-  "gate would run again for each tangent. Expected: jax.jvp, jax.lax.scan instead of the loop, the "
-  "gate outside of it, or effect='pure'"
+  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: "
+  "the gate would run again for each tangent. Use jax.jvp or jax.lax.scan, move the gate out of "
+  "the loop, or declare effect='pure'"
 )
 
 
 _KEEPS = (
   "a while_loop that calls a gate on a named thread, or uses an object, was linearized under "
-  "jax.checkpoint or with a tap in it, and carries a tangent: JAX would keep the results of the "
-  "loop's every step. Expected: jax.jvp, jax.lax.scan in place of the loop, or the call outside"
+  "jax.checkpoint or with a tap in it, and carries a tangent: JAX would keep the results of "
+  "every step of the loop. Use jax.jvp or jax.lax.scan, or move the call out of the loop"
 )
 
 

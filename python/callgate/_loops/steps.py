@@ -70,7 +70,7 @@ class Ends(NamedTuple):
     found = self.until(carry)
     if jnp.shape(found) != () or jnp.result_type(found) != np.bool_:
       got = f"{jnp.result_type(found)}{list(jnp.shape(found))}"
-      raise TypeError(f"scan: until: expected a bool of shape () of the carry, got {got}")
+      raise TypeError(f"scan: until: expected a bool of shape (), got {got}")
     return jnp.logical_not(found)
 
 
@@ -103,7 +103,9 @@ def counted(f: Callable[..., Any], after: Callable[[Any, Any], None] | None = No
     count, going, carry = state
     found = f(carry, x)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-      raise TypeError(f"scan: f: expected a pair (carry, y) of the loop's body, got {found!r}")
+      raise TypeError(
+        f"scan: f: expected the loop's body to return a pair (carry, y), got {found!r}"
+      )
     carry, y = found
     count = count + 1
     if after is not None:

@@ -61,8 +61,8 @@ class Handle(Public[HandleWords]):
     found = workers.at_place(name) or threads.at_place(name)
     if found is None:
       raise HandleError(
-        f"expected the handle of a live object, got one of {name}, which has been closed, "
-        "and its objects with it"
+        f"expected the handle of a live object, got one of {name}, which is closed; its objects "
+        "were freed"
       )
     return found
 

@@ -229,8 +229,8 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
   check.function(label, "make", make)
   if signatures.is_coroutine_function(make):
     raise GateDefinitionError(
-      f"{label}: make: expected a function that returns the object, got an async function; "
-      "asyncio.run in a function waits for one"
+      f"{label}: make: expected a function that returns the object, got an async function; call "
+      "asyncio.run in a function"
     )
   if isinstance(options.run_on, concurrent.futures.Executor):
     check.refuse(label, "run_on", PLACES, options.run_on)

@@ -182,7 +182,7 @@ class _Solver(TwoArguments):
     if factor is None:
       return super().__call__(*args, **kwargs)
     if not isinstance(factor, Handle):
-      _options.refuse(self.label, "factor", "what solver.factor(a) has returned, a handle", factor)
+      _options.refuse(self.label, "factor", "a handle that solver.factor(a) returned", factor)
     a, b = split.joined(self.given(args, kwargs)[0])
     solver, a = self._closed(a, b) or (self, a)
     return solver.with_object(factor, a, b)
@@ -251,14 +251,16 @@ class _Solver(TwoArguments):
 
   def _transpose(self, cotangent: Any, a: Any, b: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(a)):
-      raise GateDefinitionError(f"{self.label}: transposed in a; expected in b, where it is linear")
+      raise GateDefinitionError(
+        f"{self.label}: transposed with respect to a; expected b, in which the solver is linear"
+      )
     return self._transpose_solve(cotangent, self.make(a), a, self._transposed)
 
   def _transpose_solve(self, cotangent: Any, handle: Any, a: Any, transposed: Any) -> Any:
     if self.parts.solve_transposed is None and not self.parts.symmetric:
       raise GateDefinitionError(
-        f"{self.label}: reverse mode solves with the transposed matrix; expected "
-        "solve_transposed=, or symmetric=True"
+        f"{self.label}: reverse mode solves with the transposed matrix; pass solve_transposed=, "
+        "or symmetric=True"
       )
     return transposed(handle, a, cotangent)
 
@@ -266,12 +268,12 @@ class _Solver(TwoArguments):
     of_a, of_b = map(jax.tree.leaves, jax.tree.unflatten(tree, leaves))
     if not of_b or not all(dtypes.is_inexact(jnp.result_type(b)) for b in of_b):
       raise GateDefinitionError(
-        f"{self.label}: b: expected floating-point or complex numbers, as x is of b's dtype, got "
-        f"{arguments.shown(of_b)}"
+        f"{self.label}: b: expected floating-point or complex numbers, since x has b's dtype, "
+        f"got {arguments.shown(of_b)}"
       )
     if self.parts.whole and len(of_b) != 1:
       raise GateDefinitionError(
-        f"{self.label}: b: with vmap='whole', expected one array, got ({arguments.shown(of_b)})"
+        f"{self.label}: b: expected one array with vmap='whole', got ({arguments.shown(of_b)})"
       )
     if self.parts.matvec is not None:
       found = self.types_of("matvec", self.parts.matvec, leaves, tree)
@@ -286,8 +288,9 @@ class _Solver(TwoArguments):
     square = len(shape) == 2 and shape[0] == shape[1] and arguments.is_known([*of_a, *of_b])
     if square and len(of_b) == 1 and jnp.shape(of_b[0])[:1] != shape[:1]:
       raise GateDefinitionError(
-        f"{self.label}: b: expected {shape[0]} rows, as a of {arguments.shown(of_a)} has, got "
-        f"{arguments.shown(of_b)}. Where a is not the matrix, matvec= says what A x is"
+        f"{self.label}: b: expected {shape[0]} rows, as in a ({arguments.shown(of_a)}), got "
+        f"{arguments.shown(of_b)}. If a is not the matrix, pass matvec=, a function that returns "
+        "A x"
       )
 
   def of_closure(self, first: Any, second: Any) -> Any:
@@ -364,8 +367,9 @@ class _Solver(TwoArguments):
     if len(leaves) != 1 or leaves[0].ndim != 2:
       shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
       raise GateDefinitionError(
-        f"{self.label}: differentiated in a, which is no matrix; expected matvec= (a JAX function "
-        f"of a and x that returns A x), or derivatives in b alone, got a of ({shown})"
+        f"{self.label}: differentiated with respect to a, which is not a matrix: ({shown}). Pass "
+        "matvec=, a JAX function of a and x that returns A x, or differentiate only with "
+        "respect to b"
       )
     return leaves[0] @ x
 

@@ -92,7 +92,7 @@ class ObjectGate(RemoteGate):
       ran_on = self._site(spec, lanes.cast).run_lanes(lanes, placed, there is not None)
     except WorkerError as error:
       if held:
-        foreign.add_note(error, f"callgate: it was called with {_shown(held[0])}")
+        foreign.add_note(error, f"callgate: called with {_shown(held[0])}")
       raise
     for lane, (one, worker) in enumerate(zip(made, ran_on, strict=False)):
       one.worker = worker
@@ -111,8 +111,8 @@ class ObjectGate(RemoteGate):
       if not isinstance(one.value, RemoteObject) or one.value.workers is not self.workers:
         where = one.value.where() if isinstance(one.value, RemoteObject) else "this process"
         raise HandleError(
-          f"{self.label}: expected objects of {self.workers!r}, got that of object #{one.number}, "
-          f"made by {one.maker}, which lives in {where}"
+          f"{self.label}: expected objects of {self.workers!r}, got object #{one.number}, made "
+          f"by {one.maker}, which lives in {where}"
         )
     if len({one.value.worker for one in held}) > 1:
       raise HandleError(
@@ -145,7 +145,7 @@ class ObjectGate(RemoteGate):
     if how["pid"] > 0:
       who += f" (process {how['pid']}), which {how_ended(how)}"
     return ended(
-      f"{self.label}: object #{held.number}, made by {held.maker}, is gone with {who}", how
+      f"{self.label}: object #{held.number}, made by {held.maker}, was lost with {who}", how
     )
 
 

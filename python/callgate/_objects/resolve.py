@@ -50,7 +50,7 @@ def _object(user: str, leaf: Any) -> Any:
       held.value.refuse(user)
     if isinstance(held.value, RemoteObject):
       raise HandleError(
-        f"{user}: expected an object of this process, got that of object #{held.number}, made by "
+        f"{user}: expected an object of this process, got object #{held.number}, made by "
         f"{held.maker}, which lives in {held.value.where()}"
       )
     return held.value
@@ -64,4 +64,4 @@ def name_objects(error: BaseException, args: Any) -> None:
       held = table.get(core(handle).words, "")
       names.append(f"{type(held.value).__name__} #{held.number}, made by {held.maker}")
   if names:
-    foreign.add_note(error, f"callgate: it was called with {'; '.join(names)}")
+    foreign.add_note(error, f"callgate: called with {'; '.join(names)}")

@@ -132,7 +132,7 @@ class _Root(TwoArguments):
     known = arguments.is_known([*x0, *found])
     if known and (have := arguments.size(found)) != (want := arguments.size(x0)):
       raise GateDefinitionError(
-        f"{self.label}: residual: expected as many elements as x0 has, {want}, got {have} "
+        f"{self.label}: residual: expected as many elements as in x0, {want}, got {have} "
         f"({arguments.shown(found)})"
       )
 

@@ -133,16 +133,16 @@ def get(handle: Any, user: str) -> Held:
   if (lent := _lent.get(number)) is not None:
     return lent
   if not high and not low:
-    why = "got an empty one: the call that was to make the object failed, or was not made"
+    why = "got an empty handle: the call that makes the object failed, or did not run"
   elif high >> 12 != _PROCESS:
     why = (
       f"got one of another process (number {high >> 12}, here {_PROCESS}), or an array that is "
-      "none; objects stay in the process that makes them"
+      "not a handle; an object stays in the process that makes it"
     )
   elif (maker := _freed.get(number)) is not None:
-    why = f"got that of object #{number}, made by {maker}, whose end was when nothing named it"
+    why = f"got object #{number}, made by {maker}, which was freed when nothing referred to it"
   else:
-    why = f"got that of object #{number}, which is gone or never was"
+    why = f"got object #{number}, which was freed or never existed"
   raise HandleError(f"{user}: expected the handle of a live object, {why}")
 
 

@@ -54,10 +54,10 @@ class Use(GateCallee):
   def check_export(self) -> None:
     if self.is_unknown_elsewhere:
       raise GateDefinitionError(
-        f"jax.export: {self.label}: expected a callable that another process can make: a function "
-        "that a module defines, or functools.partial, a method or an object of what a module "
-        "defines, with plain arguments; a script is no module there. Otherwise use(..., name=) "
-        "names it, and the other process traces the same use, with that name, first"
+        f"jax.export: {self.label}: expected a callable that another process can import: a "
+        "function of a module, or a functools.partial, method or object of one, with plain "
+        "arguments. For other callables, pass use(..., name=) and trace the same use in the "
+        "other process first"
       )
 
   def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
@@ -118,15 +118,13 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
   handles = [h for h in jax.tree.leaves(given, is_leaf=is_handle) if is_handle(h)]
   if not handles:
     raise GateDefinitionError(
-      f"{user}: expected a handle of an object among the arguments, got none; callgate.gate calls "
-      "what takes arrays alone"
+      f"{user}: expected a handle among the arguments, got none; use callgate.gate for a "
+      "function of arrays"
     )
   places = list(dict.fromkeys(handle.place for handle in handles))
   if len(places) > 1:
     shown = " and ".join("this process" if one is None else repr(one) for one in places)
-    raise GateDefinitionError(
-      f"{user}: expected handles of objects that live in one place, got some of {shown}"
-    )
+    raise GateDefinitionError(f"{user}: expected handles of objects in one place, got {shown}")
   options, place = dict(chosen), places[0]
   if isinstance(asked := options.get("run_on"), concurrent.futures.Executor):
     check.refuse(user, "run_on", PLACES, asked)
@@ -135,12 +133,12 @@ def _where_objects_live(user: str, chosen: Any, given: Any) -> tuple[tuple[str, 
   if "run_on" not in options:
     options["run_on"] = place
   if (asked := home_of(options["run_on"])) is not (place or (asked and threads.objects())):
-    where = "'xla' or 'own', as its objects live in this process"
-    where = f"{place!r}, where its objects live, or nothing" if place else where
+    where = "'xla' or 'own', since its objects live in this process"
+    where = f"{place!r}, where its objects live, or no run_on=" if place else where
     check.refuse(user, "run_on", where, options["run_on"])
   for name in ("retries", "affinity"):
     if options.get(name) and isinstance(place, Workers) and "run_on" not in dict(chosen):
-      check.refuse(user, name, "nothing: it runs where its objects live", options[name])
+      check.refuse(user, name, f"no {name}=, since it runs where its objects live", options[name])
   return tuple(sorted(options.items()))
 
 

@@ -72,8 +72,8 @@ class ExecutorGate(RemoteGate):
     if _processes.setdefault(self.executor, os.getpid()) != os.getpid():
       raise GateError(
         f"{self.label}: this process was forked from the one whose gates ran on its "
-        f"{type(self.executor).__name__}, whose threads are not here; expected an executor of its "
-        "own, or a process that was started by multiprocessing's 'spawn' or 'forkserver'"
+        f"{type(self.executor).__name__}, whose threads are not here; create an executor in this "
+        "process, or start processes with multiprocessing's 'spawn' or 'forkserver'"
       )
 
   def _pickle(self) -> None:

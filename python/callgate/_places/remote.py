@@ -119,19 +119,19 @@ class WorkerGate(RemoteGate):
       return WorkerError(f"{self.label}: {what['text']}")
     if kind == "restarts":
       return ended(
-        f"{self.label}: {who} {how_ended(what)}, as did {_ENDS} in its place, one after the other "
-        f"and with nothing to do: the next call tries once more{_quoted(said)}",
+        f"{self.label}: {who} {how_ended(what)}, as did {_ENDS} workers in its place before any "
+        f"call; the next call tries again{_quoted(said)}",
         what,
       )
     if kind == "overdue" and what["text"]:
       return GateTimeoutError(
-        f"{self.label} {call}: {who} had not loaded the function after {self.loading:g} s, and was "
-        f"ended{_quoted(said)}"
+        f"{self.label} {call}: {who} had not loaded the function after {self.loading:g} s, and "
+        f"was killed{_quoted(said)}"
       )
     if kind == "overdue":
       return GateTimeoutError(
         f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
-        f"which was ended{_quoted(said)}"
+        f"which was killed{_quoted(said)}"
       )
     how = how_ended(what)
     begin = "could not start: it " if kind == "not started" else ""
@@ -153,7 +153,7 @@ def ended(message: str, what: Mapping[str, Any]) -> WorkerError:
 def how_ended(what: Mapping[str, Any]) -> str:
   """ "ended by SIGKILL, as by the system when memory runs out"."""
   if number := what["signal"]:
-    why = ", as by the system when memory runs out" if number == signal.SIGKILL else ""
+    why = ", probably by the system because memory ran out" if number == signal.SIGKILL else ""
     return f"ended by {_signal_name(number)}{why}"
   return f"ended with exit code {what['code']}"
 
@@ -171,4 +171,4 @@ _SHOWN = 20  # lines of a worker's stderr
 
 def _quoted(said: str) -> str:
   lines = said.rstrip().splitlines()[-_SHOWN:]
-  return ". It said at last:\n  " + "\n  ".join(lines) if lines else ""
+  return ". Its last output:\n  " + "\n  ".join(lines) if lines else ""

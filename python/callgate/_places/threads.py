@@ -64,7 +64,7 @@ class ThreadPlace(Uncopied, Place):
     return self.thread.submit(job)
 
   def refuse(self) -> NoReturn:
-    raise GateError(f"{self!r}: the thread has been closed")
+    raise GateError(f"{self!r}: the thread is closed")
 
   def run(self, function: Callable[[], T]) -> T:
     """Calls a function on the thread and waits for it; returns or raises its outcome."""
@@ -162,7 +162,10 @@ class Thread(Public[ThreadPlace], Closing):
       GateError: the call comes from the thread itself.
     """
     if self._core.runs_this():
-      raise GateError(f"{self!r}: a function that runs on the thread can't close it")
+      raise GateError(
+        f"{self!r}: a function that runs on the thread can't close it; call "
+        "close() from another thread"
+      )
     self._core.end()
     self._core.has_ended(Wait(_SECONDS))
 

@@ -38,9 +38,9 @@ def dumps(label: str, value: Any) -> bytes:
     what = f"its {part} " if part else "it "
     why = foreign.text_of(error)
     raise GateDefinitionError(
-      f"{label} can't go to another process: {what}can't be pickled: {why}. Expected a function "
-      "whose closure, defaults and globals can be: what can't is made there, in a class's __init__ "
-      "or by initializer="
+      f"{label} can't go to another process: {what}can't be pickled: {why}. Use a function whose "
+      "closure, defaults and globals can be pickled, and create other objects in a class's "
+      "__init__ or by initializer="
     ) from error
 
 

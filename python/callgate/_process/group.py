@@ -100,7 +100,7 @@ class Group:
 
   def say_ended(self, error: BaseException | None) -> None:
     """Reports to the others that this process ends, by an exception or without one."""
-    silent = Failure(self.index, "", "ended without coming here")
+    silent = Failure(self.index, "", "ended without reaching this point")
     failure = silent if error is None else Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # the others have ended
       self.store.put(f"callgate/ended/{self.index}", json.dumps(failure))  # the first text stays
@@ -129,7 +129,7 @@ def group() -> Group | None:
     return _group
   if dispatch.has_backend() and (count := jax.process_count()) > 1:
     expected = "all_processes=True: expected jax.distributed to be initialized"
-    got = f"{count} processes without it (see jax.distributed.initialize)"
+    got = f"{count} processes without it; see jax.distributed.initialize"
     raise RuntimeError(f"callgate.barrier: {expected}, got {got}")
   return None
 

@@ -74,7 +74,7 @@ class Meeting:
           came = group.store.under(self._keys + "at/")
           late = [process for process in range(group.count) if str(process) not in came]
           expected = f"all {group.count} processes within {wait.seconds} s"
-          message = f"callgate.barrier: expected {expected}, got none of {late}"
+          message = f"callgate.barrier: expected {expected}, but {late} did not arrive"
           own = json.dumps(Failure(group.index, "TimeoutError", message))
           if (result := self._conclude(own)) == own:
             raise TimeoutError(message)
@@ -100,7 +100,7 @@ class Meeting:
   def _missing(self) -> Failure | None:
     """Returns the failure of a process that ended or is silent, unless it had done its part."""
     group = self._group
-    silence = f"has not been heard of for {group.silent_seconds:g} s"
+    silence = f"has not responded for {group.silent_seconds:g} s"
     gone = {process: Failure(process, "", silence) for process in group.silent()} | group.ended()
     gone.pop(group.index, None)
     if not gone:

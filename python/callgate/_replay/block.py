@@ -47,11 +47,11 @@ class Block(Stays):
       if _open:
         other = f"callgate.{_open[0]._what}({_open[0].path!r})"
         raise GateError(
-          f"{self._what}: expected no other recording or replay in this process, got a block of "
-          f"{other} that is still open"
+          f"{self._what}: expected no other recording or replay in this process, got {other}, "
+          "which is still open; close it first"
         )
       if self._used:
-        raise GateError(f"{self._what}: expected a new one for each block, got one that was used")
+        raise GateError(f"{self._what}: a block can be entered once; make a new one")
       self._begin()
       self._used = True
       _open.append(self)

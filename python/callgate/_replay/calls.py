@@ -189,15 +189,15 @@ def read(record: StreamRecord) -> Recorded:
   """
   about: Mapping[str, Any] = record.description
   if KEY not in about:
-    raise ValueError(f"expected a recording, got a stream with records of a tap {record.name!r}")
+    raise ValueError(f"expected a recording, got a stream with records of tap {record.name!r}")
   if (version := about[KEY]) != VERSION:
-    raise ValueError(f"expected version {VERSION} of a recording, got {version!r}")
+    raise ValueError(f"expected version {VERSION} of a recording, got {version!r}; record again")
   try:
     return _read(record, about)
   except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
     raise ValueError(
-      f"expected a call's record as callgate.record writes it, got one of {record.name!r} with "
-      f"leaves {list(record.leaves)}: {error}"
+      f"expected a call that callgate.record wrote, got a record of {record.name!r} with leaves "
+      f"{list(record.leaves)}: {error}"
     ) from error
 
 

@@ -45,8 +45,8 @@ def difference(recorded: Recorded, came: Recorded) -> str:
     if came.digests[index] == recorded.digests[index]:
       continue
     if recorded.operands is None or came.operands is None:
-      was = f"{text_of(expected)} of digest {recorded.digests[index].hex()}"
-      return f"argument {name}: expected {was}, got one of {came.digests[index].hex()}"
+      was = f"{text_of(expected)} with digest {recorded.digests[index].hex()}"
+      return f"argument {name}: expected {was}, got one with digest {came.digests[index].hex()}"
     return f"argument {name}: {_elements(recorded.arrays[index], came.arrays[index])}"
   return "expected another call, got one with the same operands"
 

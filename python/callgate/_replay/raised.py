@@ -98,7 +98,7 @@ def make(where: str, text: str, pickled: bytes, trust: bool) -> BaseException:
       error = pickle.loads(pickled)
     except Exception as wrong:
       raise ReplayError(
-        f"{where}: expected to read a pickled exception, as trust=True says: "
+        f"{where}: expected a readable pickled exception, because of trust=True, got "
         f"{type(wrong).__name__}: {wrong}"
       ) from wrong
     if isinstance(error, BaseException):

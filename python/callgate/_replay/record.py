@@ -27,7 +27,7 @@ class Recording(Block):
   """
 
   _what = "record"
-  _stays = "it hears of this process's calls; expected its path, or a block in the other process"
+  _stays = "it records this process's calls; pass its path, or open a block in the other process"
 
   def __init__(self, path: str, digests: bool, overwrite: bool) -> None:
     super().__init__(path)
@@ -67,7 +67,8 @@ def _make_room(path: str, overwrite: bool) -> None:
     return
   if not overwrite:
     raise FileExistsError(
-      f"record: expected a path where no file is, got {path!r}; overwrite=True replaces a recording"
+      f"record: expected a new path, got the existing file {path!r}; pass overwrite=True to "
+      "replace a recording"
     )
   if not _is_recording(path):
     raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")

@@ -33,7 +33,7 @@ class Replay(Block):
   """
 
   _what = "replay"
-  _stays = "it answers this process's calls; expected its path, or a block in the other process"
+  _stays = "it answers this process's calls; pass its path, or open a block in the other process"
   _replays = True
 
   def __init__(
@@ -59,7 +59,8 @@ class Replay(Block):
     if self._comparison.needs_operands and self._digests:
       given = "match" if self._comparison.match else "rtol, atol"
       raise ReplayError(
-        f"replay: {self.path!r}: {given}: expected a recording with operands, got one of digests"
+        f"replay: {self.path!r}: {given}: expected a recording with operands, got one with "
+        "digests; record with operands"
       )
     if not is_new:
       self._check_ignored(recorded)
@@ -121,8 +122,8 @@ class Replay(Block):
     if came != types:
       declared, recorded = (", ".join(map(calls.text_of, one)) for one in (types, came))
       raise ReplayError(
-        f"{where}: expected results of the types that the gate declares, ({declared}), got "
-        f"({recorded}) in the recording"
+        f"{where}: expected results of the gate's declared types, ({declared}), got ({recorded}) "
+        "in the recording"
       )
     answer = Answer(data for _, _, data in call.results)
     answer.number = call.number
@@ -137,9 +138,9 @@ class Replay(Block):
       return f"{head}: expected a gate of the recording ({gates}), got '{gate}'"
     expected = self._answers.expected(call)
     if expected is None:
-      return f"{head}: expected no call but the {count} that were recorded, got one more ({at})"
+      return f"{head}: expected only the {count} recorded calls, got one more ({at})"
     if self._comparison.match is not None:
-      return f"{head} ({at}): expected a call that match accepts for a recorded one, got none"
+      return f"{head} ({at}): expected a call that match= accepts, got none"
     what = differ.difference(expected, call)
     return f"{head} ({at}) differs from call {expected.number} of the recording: {what}"
 
@@ -147,7 +148,7 @@ class Replay(Block):
 def read_recording(label: str, path: str) -> list[Recorded]:
   """Returns the calls of a file; `label` begins the messages of errors."""
   if is_address(path):
-    raise ReplayError(f"{label}: path: expected a file of callgate.record's, got {path!r}")
+    raise ReplayError(f"{label}: path: expected a file of callgate.record, got {path!r}")
   try:
     with open_stream(path) as stream:
       found = [calls.read(record) for record in stream]
@@ -159,7 +160,7 @@ def read_recording(label: str, path: str) -> list[Recorded]:
     return found
   except FileNotFoundError:
     raise FileNotFoundError(
-      f"{label}: expected a recording, which callgate.record makes, got no file {path!r}"
+      f"{label}: expected a recording by callgate.record, got the missing file {path!r}"
     ) from None
   except (ValueError, OSError) as error:
     raise ReplayError(f"{label}: {path!r}: {error}") from error

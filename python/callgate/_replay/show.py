@@ -21,7 +21,7 @@ from callgate._replay.replay import read_recording
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
   """`show`: prints a recording's calls, or the first difference of two recordings."""
   del name
-  parser.add_argument("recording", metavar="PATH", help="a file written by callgate.record")
+  parser.add_argument("recording", metavar="PATH", help="a file of callgate.record")
   parser.add_argument(
     "--diff", metavar="OTHER",
     help="print the first difference to another recording and the number of differing calls; "
@@ -109,12 +109,15 @@ def _differences(one: Sequence[Recorded], other: Sequence[Recorded]) -> Iterator
   for call in one:
     head, group = f"call {call.number} of '{call.gate}': ", others[_group(call)]
     if not group:
-      yield f"{head}expected this call in the other recording, got no more of the gate"
+      yield f"{head}expected this call in the other recording, got no more calls of the gate"
     elif found := _difference(call, group.popleft()):
       yield head + found
   left = sorted((call for group in others.values() for call in group), key=lambda it: it.number)
   for call in left:
-    yield f"call {call.number} of '{call.gate}' in the other recording: expected no more, got it"
+    yield (
+      f"call {call.number} of '{call.gate}' in the other recording: expected no more calls, "
+      "got this one"
+    )
 
 
 def _group(call: Recorded) -> object:

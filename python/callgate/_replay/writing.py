@@ -55,7 +55,7 @@ class CallFile:
         )  # fmt: skip
       except ValueError as wrong:
         failure = GateError(
-          f"{self._what}: call {call.number} of '{call.gate}' is not recorded: {wrong}"
+          f"{self._what}: call {call.number} of '{call.gate}' was not recorded: {wrong}"
         )
         self._failure = self._failure or failure
         raise failure from None
@@ -75,8 +75,8 @@ class CallFile:
     failure = self._failure
     if failure is None and late:
       failure = GateError(
-        f"{self._what}: {self._path!r}: calls of {', '.join(map(repr, late))} still ran at the end "
-        "of the block, and are not in it"
+        f"{self._what}: {self._path!r}: calls of {', '.join(map(repr, late))} still ran at the "
+        "end of the block, and are not in the file; wait for them in the block"
       )
     if failure is None:
       return

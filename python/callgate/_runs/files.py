@@ -23,7 +23,7 @@ FILE = "run.json"
 STREAMS = "stream.*.cgs"
 _MOST_BYTES = 64 << 20  # of a run.json that is read
 _MOST_NAME = 150  # bytes of a channel's name in a file's
-_KILLED = "the process ended within the block, without a word: killed, or out of memory"
+_KILLED = "the process ended within the block without an error: killed, or out of memory"
 
 
 def make_folder(above: str, name: str) -> Path:
@@ -69,7 +69,7 @@ def read(folder: Path) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{folder / FILE}: expected JSON: {error}") from None
   if not isinstance(about, dict) or not isinstance(about.get("state"), str):
-    raise ValueError(f"{folder / FILE}: expected a run's object, with a state")
+    raise ValueError(f"{folder / FILE}: expected a JSON object with a state")
   if about["state"] == "running" and not _lives(about.get("process")):
     about |= {"state": "crashed", "error": _KILLED}
   return about

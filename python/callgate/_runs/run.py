@@ -56,7 +56,7 @@ class Run(Stays):
     state: "new", "running", "finished" or "crashed".
   """
 
-  _stays = "it is this process's folder; expected a run of its own in the other one"
+  _stays = "its folder belongs to this process; make a new run in the other process"
 
   def __init__(
     self, name: str, folder: str, config: dict[str, Any], notes: str, tags: tuple[str, ...]
@@ -86,10 +86,11 @@ class Run(Stays):
       if _open:
         other = f"{_open[0].name!r} in {str(_open[0].folder)!r}"
         raise GateError(
-          f"run: expected no other run in this process, got {self.name!r} in the block of {other}"
+          f"run: expected no other run in this process, got {self.name!r} in the block of "
+          f"{other}; close that one first"
         )
       if self.state != "new":
-        raise GateError(f"run: expected a new one for each block, got {self.name!r} again")
+        raise GateError(f"run: a run can be entered once, got {self.name!r} again; make a new one")
       self.folder = self._shared_folder()
       self._process, self.state = files.this_process(), "running"
       self._times["started_ns"] = time.time_ns()
@@ -230,7 +231,7 @@ class Run(Stays):
       several.store.put(key, str(files.make_folder(self._above, self.name)))
     while (folder := several.store.get(key, several.look_seconds)) is None:
       if several.index in several.ended() or 0 in several.ended():
-        raise GateError("run: expected process 0 to make the folder, got none: it has ended")
+        raise GateError("run: expected process 0 to make the folder, but it has ended")
     return Path(folder)
 
   def _note_alert(self, one: alert.Alert) -> None:
@@ -254,7 +255,7 @@ class Run(Stays):
     """Sets a result, or removes it for None. If it can't be written, nothing changes."""
     if self._process and self._process["id"] != os.getpid():
       here = f"got process {os.getpid()}, which was forked from it"
-      raise GateError(f"run: expected process {self._process['id']}, whose run it is, {here}")
+      raise GateError(f"run: expected process {self._process['id']}, which opened the run, {here}")
     with self._lock:
       before = dict(self._results)
       if result is None:

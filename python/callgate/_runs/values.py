@@ -20,7 +20,7 @@ from callgate._core.errors import GateDefinitionError
 
 _DEEPEST = 32
 _SHORT = 8  # elements of an array that are shown
-_EXPECTED = "expected numbers, texts, paths, arrays, dataclasses, and lists and dicts of these"
+_EXPECTED = "expected numbers, strings, paths, arrays, dataclasses, and lists and dicts of these"
 
 
 def config(label: str, given: Any) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def _mapping(label: str, given: Mapping[Any, Any], key: str, depth: int) -> dict
   for name, one in given.items():
     where = f"{label}: {f'{key!r}: ' if key else ''}key {foreign.repr_of(name)}"
     if not isinstance(name, (str, int, float)):
-      raise GateDefinitionError(f"{where}: expected a text for each key")
+      raise GateDefinitionError(f"{where}: expected a string")
     if str(name) in made:
-      raise GateDefinitionError(f"{where}: expected one key of a text, got another {str(name)!r}")
+      raise GateDefinitionError(f"{where}: expected different keys, got {str(name)!r} twice")
     inner = f"{key}.{name}" if key else str(name)
     made[str(name)] = plain(label, one, inner, depth + 1)
   return made
@@ -86,7 +86,7 @@ def _fields(value: Any) -> Any:
 
 def _array(label: str, value: Any, key: str) -> Any:
   if isinstance(value, Tracer):
-    raise _refused(label, key, "a traced array, whose value is known to the program alone")
+    raise _refused(label, key, "a traced array, whose value is not known while tracing")
   if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
     value = jax.random.key_data(value)
   array = np.asarray(value)

@@ -70,18 +70,25 @@ def _settle(wait: Wait) -> None:
   """Waits for the programs, calls and records of this process."""
   if _callgate.channels_abandoned():
     was = "was forked from one that had channels, whose threads are not here"
-    expected = "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+    expected = "start processes with multiprocessing's 'spawn' or 'forkserver'"
     raise RuntimeError(f"callgate.barrier: this process {was}; {expected}")
   failure = wait_for_programs(wait)
   if not wait.until(_callgate.drain_devices):
-    raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {wait.seconds} s")
+    raise TimeoutError(
+      f"callgate.barrier: records still wait on a GPU after {wait.seconds} s; increase the timeout"
+    )
   for part in _part.parts():
     if not part.settle(wait):
-      raise TimeoutError(f"callgate.barrier: {part.calls} still run after {wait.seconds} s")
+      raise TimeoutError(
+        f"callgate.barrier: {part.calls} still run after {wait.seconds} s; increase the timeout"
+      )
   if not wait.until(_callgate.flush_channels):
     stats = _callgate.channel_stats().items()
     pending = {name: count for name, one in stats if (count := one["pending"])}
-    raise TimeoutError(f"callgate.barrier: records still wait after {wait.seconds} s: {pending}")
+    raise TimeoutError(
+      f"callgate.barrier: records still wait after {wait.seconds} s: {pending}; "
+      "increase the timeout, or find the slow consumer"
+    )
   dispatch.forget_failed_tokens()
   failures.raise_deferred(of_all_threads=True)
   if failure is not None and not _is_stale(failure, first=0):
@@ -221,7 +228,7 @@ def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseEx
     ProcessError: another process failed, as `wait` found.
   """
   wait = wait or Wait(None)
-  late = f"callgate.barrier: programs still run after {wait.seconds} s"
+  late = f"callgate.barrier: programs still run after {wait.seconds} s; increase the timeout"
   failure: BaseException | None = None
   others_return = functools.partial(_others_return, _callgate.new_number())
   if calls and not wait.until(others_return):

@@ -17,7 +17,7 @@ from callgate._jax import cpp_path, execution, tracing
 # of JAX's caches, and programs compiled before would be compiled again.
 _engine = tracing.define_enum(
   "callgate_engine", ("callgate", "jax"), "callgate",
-  "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
+  "Engine that runs gates: callgate's FFI runtime, or JAX's own callbacks.",
 )  # fmt: skip
 _fast_dispatch = tracing.define_bool(
   "callgate_fast_dispatch", True, "Dispatch programs with effects through JAX's C++ path."
@@ -31,7 +31,9 @@ _cast = tracing.define_bool("callgate_cast", False, "The default of `cast=` of g
 NO_BARS = -1
 # Set once: JAX holds its values, one for each thread (`_loops/everywhere.py`).
 least_steps_of_bars = tracing.define_int(
-  "callgate_bars", NO_BARS, "Progress bars for JAX's loops of at least so many steps; -1: none."
+  "callgate_bars",
+  NO_BARS,
+  "Progress bars for JAX's loops of at least so many steps; -1 for no bars.",
 )
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
 # The other options, which `_callgate` sets. Under the GIL: single steps; at most one entry for each

@@ -55,14 +55,14 @@ def _kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
   where = "its return value" if index < 0 else registry.of(gate, spec, "result", index)
-  hint = "; gate.start(...) starts the call of an async function" if got == "coroutine" else ""
+  hint = "; use gate.start(...) for an async function" if got == "coroutine" else ""
   raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}{hint}")
 
 
 def _input_written(gate: str, spec: str, index: int) -> None:
   what = f"gate '{gate}': {registry.of(gate, spec, 'argument', index)} was written to"
   why = "Inputs are XLA's own memory, shared with the rest of the program"
-  raise InputWriteError(f"{what}. {why}; declare aliases={{input: output}} to work in place")
+  raise InputWriteError(f"{what}. {why}; pass aliases={{input: output}} to work in place")
 
 
 def _stalled(what: str, call: str, timed_out: bool) -> str:
@@ -83,7 +83,7 @@ def _stalled(what: str, call: str, timed_out: bool) -> str:
 
 
 def _closed_thread(name: str) -> None:
-  raise GateError(f"<callgate.thread({name!r})>: the thread has been closed")
+  raise GateError(f"<callgate.thread({name!r})>: the thread is closed")
 
 
 _worker = threading.local()
@@ -208,8 +208,8 @@ def start() -> None:
   global _started
   if _started:
     raise ImportError(
-      "callgate: expected its first use to come to its end, got one that was interrupted; start a "
-      "new process, or restart the notebook's kernel"
+      "callgate: its first use in this process was interrupted; start a new process, or restart "
+      "the notebook's kernel"
     )
   _started = True
   _callgate.set_hooks(

@@ -15,7 +15,7 @@ from callgate._watch.server import HOSTS
 
 _SECONDS = 10.0
 _MOST_FILE = 4096  # bytes of a file with an address
-_ADDRESS = "the address from callgate.serve(control=True).url, or the file written by serve(file=)"
+_ADDRESS = "the address (callgate.serve(control=True).url), or the file of serve(file=)"
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
@@ -30,7 +30,7 @@ def command(name: str, parser: argparse.ArgumentParser) -> Command:
     )
     return _set
   add("reason", nargs="?", default="stopped from the command line",
-      help="the result of callgate.stop_reason() in the program")  # fmt: skip
+      help="the reason, which callgate.stop_reason() returns")  # fmt: skip
   return _stop
 
 
@@ -50,7 +50,7 @@ def _knobs(arguments: argparse.Namespace) -> int:
 def _set(arguments: argparse.Namespace) -> int:
   names = [name for name, _ in arguments.values]
   if twice := next((name for name in names if names.count(name) > 1), None):
-    raise ValueError(f"expected a name once, got {twice!r} twice")
+    raise ValueError(f"expected each name once, got {twice!r} twice")
   for knob in _ask(arguments.address, "POST", "knobs", dict(arguments.values))["knobs"]:
     print(printable(f"{knob['name']} = {knob['value']}"))
   return 0
@@ -77,7 +77,7 @@ def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, An
   except ValueError:
     port = None
   if url.scheme != "http" or url.hostname not in HOSTS or port is None or len(url.path) < 2:
-    expected = "expected an address as http://127.0.0.1:PORT/TOKEN/, or a file that holds one"
+    expected = "expected an address such as http://127.0.0.1:PORT/TOKEN/, or a file with one"
     raise ValueError(f"{expected}, got {address!r}")
   where = f"{url.hostname}:{port}"
   # Not by urllib, which would ask a proxy.
@@ -91,7 +91,9 @@ def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, An
   except TimeoutError:
     raise TimeoutError(f"{where}: no answer in {_SECONDS:g} seconds") from None
   except ConnectionRefusedError:
-    raise ConnectionRefusedError(f"{where}: nobody listens there: has the program ended?") from None
+    raise ConnectionRefusedError(
+      f"{where}: the connection was refused: has the program ended?"
+    ) from None
   except (OSError, http.client.HTTPException) as error:
     raise OSError(f"{where}: {error or type(error).__name__}") from error
   finally:
@@ -99,7 +101,7 @@ def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, An
   try:
     value = json.loads(said)
   except ValueError:
-    raise ValueError(f"{where}: expected callgate's page, got {said[:60]!r}") from None
+    raise ValueError(f"{where}: expected a page by callgate, got {said[:60]!r}") from None
   if answer.status != 200:
     raise ValueError(f"{where}: {value.get('error', answer.reason)}")
   return value

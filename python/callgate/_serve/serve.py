@@ -135,7 +135,7 @@ class Server(Closing):
   def _stop(self, sent: dict[str, Any]) -> dict[str, Any]:
     self._expect_control()
     if set(sent) - {"reason"} or not isinstance(reason := sent.get("reason", ""), str):
-      raise RequestError(400, f"stop: expected an object with a text 'reason', got {sent!r}")
+      raise RequestError(400, f"stop: expected an object with a string 'reason', got {sent!r}")
     try:
       stop(reason)
     except GateDefinitionError as error:
@@ -144,7 +144,7 @@ class Server(Closing):
 
   def _expect_control(self) -> None:
     if not self._control:
-      raise RequestError(403, "this program offers no control: callgate.serve(control=True) does")
+      raise RequestError(403, "control is off; pass callgate.serve(control=True)")
 
 
 def serve(*, control: bool = False, port: int = 0, file: StrPath | None = None) -> Server:

@@ -177,7 +177,8 @@ def check_whole_mesh(context: Any, what: str, where: str = "") -> None:
   if lowering.is_partly_manual(context):
     raise GateDefinitionError(
       f"{what} works in programs that are partitioned automatically, and in a jax.shard_map over "
-      f"all axes of its mesh{where}; this jax.shard_map leaves some of them to XLA (axis_names=)"
+      f"all axes of its mesh{where}; this jax.shard_map leaves some of them to XLA: drop "
+      "axis_names="
     )
 
 

@@ -40,8 +40,8 @@ def plan(
   """Asks the function about operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
   if not axes:
     raise GateDefinitionError(
-      f"{label}: sharding: expected a program whose mesh is known, since the rule is a function of "
-      "it; got none. Enter the mesh with jax.set_mesh, or give arguments a NamedSharding on it"
+      f"{label}: sharding: a function of the mesh needs a program with a known mesh, got none. "
+      "Set the mesh with jax.set_mesh, or pass arguments with a NamedSharding"
     )
   mesh = AbstractMesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
   known = [(shape, d, partitioner.spec_of_sharding(given, mesh)) for shape, d, given in operands]

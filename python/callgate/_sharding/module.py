@@ -56,7 +56,7 @@ def _element(dtype: Any) -> str:
   name = np.dtype(dtype).name
   match = _DTYPE.fullmatch(name)
   if match is None and name != "bool":
-    raise TypeError(f"callgate: expected a dtype that XLA has, got {name}")
+    raise TypeError(f"callgate: expected a dtype of XLA, got {name}")
   kind, bits, form = match.groups("") if match else ("int", "1", "")
   if kind == "complex":
     return f"complex<f{int(bits) // 2}>"

@@ -136,11 +136,11 @@ class _AskedCall:
     if about.tap >= 0:
       label, function = f"tap '{about.label}'", functions.named(about.function)
       if function is None:
-        raise _undefined(f"{label}{_RULED}", "the tap to be traced there")
+        raise _undefined(f"{label}{_RULED}", "trace the tap there")
       return functions.plan(label, function, about.mesh, operands[: about.tap], [], tap=True)
     operation = registry.get(about.function)
     if operation is None:
-      raise _undefined(f"'{about.function}'{_RULED}", "the gate to be defined before")
+      raise _undefined(f"'{about.function}'{_RULED}", "define the gate there first")
     results = [a.shape for a in self.results]
     return functions.plan(operation.label, operation.sharding, about.mesh, operands, results)
 
@@ -256,14 +256,14 @@ def _with_whole(rule: Rule, said: Rule | TilePlan) -> Rule:
 def _defined(name: str) -> Any:
   kernel = registry.get(name)
   if kernel is None:
-    why = ", where its grid is worked out for each device's part of the arrays"
-    raise _undefined(f"kernel '{name}'", "it to be defined before", why)
+    why = ", which computes its grid for each device's part of the arrays"
+    raise _undefined(f"kernel '{name}'", "define it there first", why)
   return kernel
 
 
 def _undefined(what: str, expected: str, why: str = "") -> LookupError:
   where = f"the process that compiles the program{why}"
-  return LookupError(f"callgate: {what} is not defined in {where}; expected {expected}")
+  return LookupError(f"callgate: {what} is not defined in {where}; {expected}")
 
 
 def partition(target: str, *asked: Any) -> tuple[bytes, Sequence[Any], Any]:

@@ -159,14 +159,16 @@ class _Reader:
     pairs = enumerate(zip(tokens, shape, strict=True))
     factors = tuple(self._factor(*pair, f"{where}, dimension {axis}") for axis, pair in pairs)
     if len(set(factors)) != len(factors):
-      raise self.refusal(f"no name twice in the term of {where}", shown)
+      raise self.refusal(f"different names in the term of {where}", shown)
     return factors
 
   def _factor(self, token: str, extent: int, where: str) -> int:
     name = token[1:-1] if token.startswith("[") and token.endswith("]") else token
     spread = token.startswith("...")
     if not (name.isidentifier() or spread):
-      raise self.refusal("names such as 'i', '[i]' for a whole one, '_' or '...'", repr(token))
+      raise self.refusal(
+        "names such as 'i', '[i]' for a dimension that stays whole, '_' or '...'", repr(token)
+      )
     if name == "_" or (spread and extent == 1):  # an extent of 1 broadcasts
       number = next(self._numbers)
       self.whole.add(number)

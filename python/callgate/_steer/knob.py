@@ -63,15 +63,15 @@ class KnobNumber(Uncopied):
     limits: tuple[Any, Any] | None = None
     if range is not None:
       if not isinstance(range, (tuple, list)) or len(range) != 2:
-        options.refuse(label, "range", "a pair, the least and the greatest value", range)
+        options.refuse(label, "range", "a pair (least, greatest)", range)
       least, greatest = (self._held("range", end) for end in range)
       if self.dtype == np.bool_ or not least < greatest:
         options.refuse(label, "range", "two numbers, the first less than the second", range)
       if scale == "log" and least <= 0:
-        options.refuse(label, "range", "numbers above 0, with scale='log'", range)
+        options.refuse(label, "range", "numbers above 0 with scale='log'", range)
       limits = least, greatest
     elif scale == "log":
-      raise GateDefinitionError(f"{label}: scale: expected 'log' with range=, got it without one")
+      raise GateDefinitionError(f"{label}: scale: 'log' needs range=, got none")
     number = self.within(limits, value)
     with _lock:
       self.scale, self.range, self.value = chosen, limits, number
@@ -105,7 +105,7 @@ class KnobNumber(Uncopied):
       with np.errstate(over="ignore"):
         held = float(np.float64(number).astype(self.dtype))
       if math.isfinite(number) and not math.isfinite(held):
-        options.refuse(label, what, f"{expected}, which holds it", value)
+        options.refuse(label, what, f"{wanted} that {self.dtype.name} can hold", value)
     return number
 
   def as_array(self) -> Any:
@@ -268,8 +268,8 @@ def set_all(values: Mapping[str, Any]) -> None:
   known, numbers = live(), list[tuple[Knob, Any]]()
   for name, value in values.items():
     if name not in known:
-      there = ", ".join(map(repr, known)) or "no knob at all"
-      raise GateDefinitionError(f"expected the name of a knob, got {name!r}; there is {there}")
+      there = ", ".join(map(repr, known)) or "no knob"
+      raise GateDefinitionError(f"knob: expected one of {there}, got {name!r}")
     knob = known[name]
     numbers.append((knob, core(knob).within(knob.range, value)))
   for knob, number in numbers:
@@ -289,8 +289,8 @@ def _named(name: str) -> Knob:
   if (found := _knobs.get(name)) is not None:
     return found
   raise pickle.UnpicklingError(
-    f"knob '{name}': expected one of this name in the process that loads the pickle, got none; "
-    f"define it first: cg.knob({name!r}, ...)"
+    f"knob '{name}': expected a knob of this name in the process that loads the pickle, got "
+    f"none; define it first: cg.knob({name!r}, ...)"
   )
 
 

@@ -67,9 +67,9 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
   first = shards[0]
   if first.parts is None:
     if len(found) > 1:
-      got = f"{len(found)}; records whose shard is None are not shards of one array"
+      got = f"{len(found)}; a record whose shard is None is a whole value"
       raise ValueError(
-        f"assemble: expected one record of the whole value of tap {first.name!r}, got {got}"
+        f"assemble: expected one record with the whole value of tap {first.name!r}, got {got}"
       )
     return first.value
   whole: list[np.ndarray] = []
@@ -86,7 +86,7 @@ def assemble(records: Iterable[Record | StreamRecord | Mapping[str, Any]]) -> An
     if not filled.all():
       leaf = f"leaf {index} of tap {first.name!r}, of shape {list(shape)}"
       got = f"{int(filled.sum())} of {filled.size} elements"
-      raise ValueError(f"assemble: expected shards that make up {leaf}, got {got}")
+      raise ValueError(f"assemble: expected shards that cover {leaf}, got {got}")
     whole.append(array[tuple(map(slice, counted))])
   return jax.tree.unflatten(first.tree, whole)
 
@@ -129,9 +129,9 @@ def _check_alike(shards: Sequence[_Shard]) -> None:
   if count > 1:
     raise ValueError(
       f"assemble: expected one record of each device, got {count} of device {device} of process "
-      f"{process}: those of several executions (info.run), or steps of a loop (info.seq)"
+      f"{process}; select one execution by info.run, or one step of a loop by info.seq"
     )
   runs = sorted({(shard.process, shard.run) for shard in shards})
   if len(runs) > len({process for process, _ in runs}):
-    got = f"those of the runs {', '.join(str(run) for _, run in runs)}"
+    got = f"records of the runs {', '.join(str(run) for _, run in runs)}; select one by info.run"
     raise ValueError(f"assemble: expected the records of one execution, got {got}")

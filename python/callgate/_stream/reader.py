@@ -40,7 +40,7 @@ class _Input:
     self.address = address
     self.is_file = not is_address(address)
     if self.is_file and not os.path.exists(address):
-      raise FileNotFoundError(f"callgate.open_stream: there is no file {address!r}")
+      raise FileNotFoundError(f"callgate.open_stream: the file {address!r} doesn't exist")
     self.native = _callgate.StreamReader(address)
     self.ready: list[StreamRecord] = []  # in reverse order
     # By id() of the native reader's object, which is kept here so that the id stays unique.
@@ -62,8 +62,8 @@ class _Input:
   def over(self, follow: bool) -> bool:
     """True if this reader need not wait for further records."""
     if self.native.ended and not (self.is_file or self.native.closed):
-      why = "its writer is gone, or it disconnected this reader for being slow"
-      ended = f"{self.address}: the connection ended before the stream did: {why}"
+      why = "the writer has ended, or disconnected this reader because it was slow"
+      ended = f"{self.address}: the connection ended before the stream: {why}"
       raise ConnectionError(f"callgate.open_stream: {ended}")
     return self.native.closed or (self.is_file and not follow)
 
@@ -142,9 +142,9 @@ class StreamReader(Closing):
       records = [record for record in reader if name in (None, record.name)]
     names = sorted({record.name for record in records})
     if len(names) > 1:
-      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
+      raise ValueError(f"callgate: columns: expected one tap; pass one of {names}")
     if not names and name is not None and name not in self.names():
-      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
+      raise ValueError(f"callgate: tap {name!r} is not in {self!r}, which has {self.names()}")
     return columns_of(records)
 
   def table(self, name: str | None = None) -> Any:
@@ -188,7 +188,9 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
   if not glob.has_magic(address):
     return [address]
   if not (found := sorted(glob.glob(address, recursive=True))):
-    raise FileNotFoundError(f"callgate.open_stream: no file matches {address!r}")
+    raise FileNotFoundError(
+      f"callgate.open_stream: expected a file, got the pattern {address!r}, which matches no file"
+    )
   return found
 
 

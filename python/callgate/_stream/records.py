@@ -121,9 +121,7 @@ class TapSource:
       yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
       got = repr(self.description)
-      raise ValueError(
-        f"{self._label}: expected {what} as a tap describes them, got {got}"
-      ) from error
+      raise ValueError(f"{self._label}: expected {what} as a tap writes them, got {got}") from error
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
     """Returns the records of the lanes that were sent, from the native reader's data."""
@@ -199,7 +197,7 @@ def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
     if len(kinds) > 1:
       got = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
       differs = f"leaf {path!r} of tap {records[0].name!r} differs among records"
-      expected = "so it makes no column: expected one dtype and shape"
+      expected = "so it can't be a column: expected one dtype and shape"
       raise ValueError(f"callgate: {differs}, {expected}, got {got}")
     column = path or "value"
     column = f"{column}_" if column in _NUMBERS else column
@@ -219,7 +217,7 @@ def table_of(columns: Mapping[str, np.ndarray]) -> Any:
       array = pyarrow.array(column.reshape(-1))
     except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
       none = f"Arrow has no type for column {key!r}, {column.dtype}"
-      raise ValueError(f"callgate: {none}: take columns() instead") from error
+      raise ValueError(f"callgate: {none}; use columns() instead") from error
     for extent in reversed(column.shape[1:]):
       array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
     return array

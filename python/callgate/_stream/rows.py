@@ -30,8 +30,8 @@ def of_row(row: Mapping[str, Any]) -> StreamRecord:
     return _record(row)
   except (LookupError, TypeError, ValueError) as error:
     raise ValueError(
-      "assemble: expected a row of a sink's file, with its value, and of a shard with "
-      f"'global_shape' and 'shard', got one of {', '.join(map(repr, row))}: {error}"
+      "assemble: expected a row of a sink's file with a value, and 'global_shape' and 'shard' "
+      f"for a shard, got one with {', '.join(map(repr, row))}: {error}"
     ) from error
 
 

@@ -46,7 +46,7 @@ class Channel(Uncopied):
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
-      raise errors.GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
+      raise errors.GateDefinitionError(f"channel: the name '{name}' is reserved; choose another")
     self.name = name
     self._label = label = f"channel '{name}'"
     self._batch = batch is not None and batch is not False
@@ -67,7 +67,7 @@ class Channel(Uncopied):
       redefined = old is not None and place is not None and place.redefines(old._place)
       again = redefined or (old is not None and old._stands_in)
       if name in _open and not again:
-        another = "close it first, or give this one another name"
+        another = "close it first, or choose another name"
         raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
       _open[name] = None
     opened: list[Any] = []
@@ -142,7 +142,7 @@ class Channel(Uncopied):
           consumer.close()
         return
     raise errors.GateDefinitionError(
-      f"{self._label}: {foreign.repr_of(consumer)} is not one of its consumers"
+      f"{self._label}: remove: expected one of its consumers, got {foreign.repr_of(consumer)}"
     )
 
   def _adapt(self, consumer: Any) -> tuple[delivery.Attached, _callgate.Consumer]:
@@ -211,7 +211,7 @@ class Channel(Uncopied):
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not flushed(self, timeout):
       waiting = f"{self.stats()['pending']} record(s) still wait after {timeout} s"
-      raise TimeoutError(f"{self._label}: {waiting}")
+      raise TimeoutError(f"{self._label}: {waiting}; increase timeout=")
     failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
@@ -229,7 +229,7 @@ class Channel(Uncopied):
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout if self._closed else self._drain(timeout)):
       left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
-      raise TimeoutError(f"{self._label}: closed with {left}")
+      raise TimeoutError(f"{self._label}: closed with {left}; increase timeout=")
     failures.raise_consumer_errors()
 
   def _drain(self, timeout: float | None) -> float | None:
@@ -336,8 +336,8 @@ def _named(name: str) -> Channel:
   if (found := _open.get(name)) is not None:
     return found
   raise pickle.UnpicklingError(
-    f"channel '{name}': expected one of this name, open in the process that loads the pickle, got "
-    f"none; open it first: cg.channel({name!r}, to=...). Taps to the name itself need none"
+    f"channel '{name}': expected an open channel of this name in the process that loads the "
+    f"pickle, got none; open it first: cg.channel({name!r}, to=...), or tap to the name instead"
   )
 
 
@@ -383,7 +383,7 @@ def close_all(wait: Wait) -> None:
     if stats["pending"]:
       left.append((f"channel '{name}', which was not open", stats["pending"]))
   for what, count in left:
-    pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
+    pending = f"{count} record(s)" if count else "a consumer's close() still runs"
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
 
 

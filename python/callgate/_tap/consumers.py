@@ -54,7 +54,7 @@ def _adapt(
 ) -> tuple[delivery.Attached, _callgate.Consumer]:
   attached = delivery.Attached(consumer, only)
   if isinstance(consumer, type) and attached.is_sink():
-    got = f"its class {consumer.__name__}"
+    got = f"the class {consumer.__name__}; pass an instance"
     raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
   both = (consumer, getattr(consumer, "native", None))
   native = next((one for one in both if isinstance(one, _callgate.Consumer)), None)
@@ -127,6 +127,6 @@ def check_not_forked() -> None:
   """Raises in a fork's child, which lacks the channels' threads and would hang."""
   if _callgate.channels_abandoned():
     raise RuntimeError(
-      "callgate: this process was forked from one that had channels, whose threads are not here; "
-      "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+      "callgate: this process was forked from one that had channels, whose threads are not "
+      "here; start processes with multiprocessing's 'spawn' or 'forkserver'"
     )

@@ -72,7 +72,7 @@ def check_fields(
     template.format(*examples[0], **examples[1])
   except Exception as error:
     got = f"got {template!r}: {foreign.said_by(error)}"
-    what = f"{label}: expected a text and arrays for its fields, {got}"
+    what = f"{label}: expected a text with fields for the arrays, {got}"
     raise GateDefinitionError(what) from error
 
 
@@ -84,7 +84,7 @@ def check(label: str, kind: Kind, arrays: Sequence[Any], fields: Fields | None) 
     found = jnp.result_type(array)
     got = f"got {found}{list(array.shape)}"
     if kind == "text" and (found != np.uint8 or array.ndim != 1):
-      expected = "a text, a text with its values, or uint8[bytes] of UTF-8, whose end are zeros"
+      expected = "a string, a string with values, or uint8[bytes] of UTF-8, padded with zeros"
       raise GateDefinitionError(f"{label}: value: expected {expected}, {got}")
     if kind == "image" and not _is_image(found, array.shape):
       expected = "uint8, or floats from 0 to 1, of [height, width], [height, width, 1, 3 or 4]"

@@ -353,7 +353,8 @@ def _lower_by_jax(
   if ordered and not site.whole and lowering.is_partitioned(context):
     raise errors.GateDefinitionError(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
-      "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
+      "jax.shard_map; this program is partitioned automatically. Sort the records by `seq` "
+      "instead"
     )
   jax_engine.refuse_program(context, f"tap '{site.name}'", config.engine())
 

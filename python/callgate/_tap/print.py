@@ -60,7 +60,7 @@ def print(
   options.text("print", "fmt", fmt, "text")
   given: Any = name
   if not isinstance(given, str):
-    expected = "the print's name, a line of text; the value of a field {name} goes by position"
+    expected = "the print's name, a line of text; pass the value of a field {name} by position"
     options.refuse("print", "name", expected, name)
   name = options.name("print", name) or "print"
   fmt = _by_position(fmt)

@@ -158,5 +158,5 @@ def leaves_under(root: str, value: Any) -> dict[str, Any]:
   named = {f"{root}/{path}" if path else root: leaf for path, leaf in leaves}
   if len(named) < len(leaves):
     twice = collections.Counter(path for path, _ in leaves).most_common(1)[0][0]
-    raise ValueError(f"{root}: expected leaves with names of their own, got two leaves {twice!r}")
+    raise ValueError(f"{root}: expected leaves with different names, got two leaves {twice!r}")
   return named

@@ -126,7 +126,7 @@ def tap(
   options.choice(label, "effect", effect, get_args(Effect), what="'io' or 'dataflow'")
   options.booleans(label, ordered=ordered, on_device=on_device)
   if ordered and effect == "dataflow":
-    why = "False with effect='dataflow', whose order is that of the data"
+    why = "False with effect='dataflow', whose records follow the data"
     options.refuse(label, "ordered", why, ordered)
   kinds.option(label, kind, effect, on_device)
   if every is not None:
@@ -159,7 +159,9 @@ def tap(
   carried = [dtypes.carried(x, keys=True) for x in arrays]
   operands = [x for x, _ in carried]
   if not operands and effect == "dataflow":
-    options.refuse(label, "value", "an array, without which a 'dataflow' tap is never used", value)
+    options.refuse(
+      label, "value", "an array, since a 'dataflow' tap without one is never used", value
+    )
   if isinstance(sharding, str) and not named:  # raises if the rule doesn't fit
     rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)

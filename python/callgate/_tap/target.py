@@ -100,9 +100,9 @@ def own(name: str, label: str, function: Callable[..., Any]) -> Callable[[], Tap
 
 def _why_not(function: Any) -> str:
   return (
-    f"other processes don't have its function, {foreign.qualified_name(function)}. "
-    "Expected a channel's name, as cg.tap(x, 'loss'), with cg.channel('loss', to=...) where the "
-    "program is called; or a function that a module holds by its name, which is tapped there, too"
+    f"other processes don't have its function, {foreign.qualified_name(function)}. Tap to a "
+    "channel's name, as cg.tap(x, 'loss'), and open cg.channel('loss', to=...) in the process "
+    "that calls the program; or tap to a function of a module, and trace such a tap there, too"
   )
 
 
@@ -176,8 +176,8 @@ class Taps(Part):
       return _found.setdefault(rest, of_channel(rest))
     if kind == "tap":
       raise errors.GateDefinitionError(
-        f"a program that was loaded from elsewhere sends to the function '{rest}', to which "
-        "nothing of this process does. Expected code that taps to the same function, traced here "
-        "first; or a program that sends to a channel's name, as cg.tap(x, 'loss')"
+        f"a program from another process taps to the function '{rest}', but no tap of this "
+        "process does. Trace a tap to the same function here first, or export a program that "
+        "taps to a channel's name, as cg.tap(x, 'loss')"
       )
     return None

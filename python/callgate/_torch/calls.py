@@ -71,7 +71,7 @@ def _as_tensor(leaf: Any) -> Any:
   if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
     return torch.as_tensor(leaf)
   got = type(leaf).__qualname__
-  raise TypeError(f"expected tensors in tuples, lists and dicts as results, got {got}")
+  raise TypeError(f"result: expected tensors in tuples, lists and dicts, got {got}")
 
 
 @contextlib.contextmanager
@@ -286,9 +286,9 @@ def result_types(
     raise
   except Exception as error:  # the user's function may raise anything
     text = " ".join(foreign.text_of(error).split())
-    advice = "If it needs values to know what it returns, say what that is with out="
+    advice = "If it needs values to determine its results, declare them with out="
     if "does not require grad" in text:
-      advice = "A function that calls torch.autograd itself needs enable_grad=True"
+      advice = "If the function calls torch.autograd itself, pass enable_grad=True"
     why = f"the function did not run on tensors without values ({type(error).__name__}"
     known = f"{label}: the results' types are not known"
     raise GateDefinitionError(f"{known}: {why}: {text[:300]}). {advice}") from error

@@ -101,18 +101,18 @@ class TorchCallee(GateCallee):
     for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
       if calls.torch_dtype(dtype) is None:
         what = f"{self.label}: argument {registry.argument(self.name, site.spec, index)}"
-        advice = f"PyTorch has no {dtype.name}; convert it before the call"
+        advice = f"PyTorch doesn't support {dtype.name}; convert it before the call"
         raise GateDefinitionError(f"{what}: {advice}")
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
     root = self.root
     if root.style != "return":
-      why = f"style='{root.style}' writes results, which autograd does not follow"
-      expected = "Expected style='return', or a rule: defjvp, defvjp or like="
+      why = f"style='{root.style}' writes results, which autograd doesn't track"
+      expected = "Use style='return', or define a rule by defjvp, defvjp or like="
       raise GateDefinitionError(f"{root.label} has no derivative: {why}. {expected}")
     if root.drawn is not None:
-      why = f"({root.drawn}), and its derivative, which runs it again, would be of another draw"
-      expected = "Expected random=True and rng=key, a JAX key, in calls; or no draw (module.eval())"
+      why = f"({root.drawn}), and its derivative runs it again with other numbers"
+      expected = "Pass random=True, and rng=key, a JAX key, in calls; or call module.eval()"
       raise GateDefinitionError(f"{root.label} draws random numbers {why}. {expected}")
     args, kwargs = jax.tree.unflatten(site.in_tree, range(site.in_tree.num_leaves))
     frozen = root.frozen(_of_root(self.path, args, kwargs)[0])

@@ -56,8 +56,8 @@ class ModuleFunction:
         written.append(f"{prefix}.running_mean".removeprefix("."))
     if written:
       what = f"{self.label}: the module writes its buffer '{written[0]}' when called"
-      returns = "with which calls return (result, new buffers)"
-      expected = f"Expected one of: module.eval() before the call, or mutable=True, {returns}"
+      returns = "whose calls return (result, new buffers)"
+      expected = f"Call module.eval() first, or pass mutable=True, {returns}"
       raise GateDefinitionError(f"{what}. {expected}")
     return (result, buffers) if self.mutable else result
 

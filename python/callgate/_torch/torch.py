@@ -59,14 +59,16 @@ class FunctionCallee(TorchCallee):
     changes = {"name": name, "out": out, "vmap": rule or "each", "arrays": "torch"}
     super().__init__(None, (), call, shared(GateOptions, options, **changes))
     if options.style == "inplace" and inferred:
-      raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
+      raise GateDefinitionError(
+        f"{self.label}: style='inplace' needs out=, the types of the arrays that it writes"
+      )
 
   def given(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], dict[str, Any], Static]:
     args, kwargs = jax.tree.map(_from_torch, (args, kwargs))
     if self.random and "rng" not in kwargs:
-      raise GateDefinitionError(f"{self.label} has random=True: expected rng=, a JAX key")
+      raise GateDefinitionError(f"{self.label} has random=True; pass rng=, a JAX key")
     return super().given(args, kwargs)
 
   def _infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +102,7 @@ class ModuleCallee(FunctionCallee):
     from callgate._torch.module import ModuleFunction
 
     if options.style != "return":
-      why = "a module returns its results; expected style='return'"
+      why = "style: a module returns its results; use style='return'"
       raise GateDefinitionError(f"callgate.torch: {why}")
     function = self.module = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
@@ -112,13 +114,13 @@ class ModuleCallee(FunctionCallee):
   def check_params(self, params: Any) -> None:
     what = f"{self.label}: argument 'params'"
     if not isinstance(params, Mapping):
-      expected = "a dict of arrays as `.params` gives it"
+      expected = "a dict of arrays as in `.params`"
       raise GateDefinitionError(f"{what}: expected {expected}, got {type(params).__name__}")
     own = self.module.tensors()
     for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
       if names:
-        known = f"the names that `.params` has: {', '.join(own)}"
-        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
+        known = f"the names of `.params`: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: got {a} '{min(names)}'; expected {known}")
     for name, tensor in own.items():
       if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
         raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
@@ -291,6 +293,6 @@ def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
     name = options.name or registry.free_name(f"{kind.__module__}.{kind.__qualname__}")
     return TorchModule(ModuleCallee(fn, name, options))
   if options.mutable:
-    raise GateDefinitionError("callgate.torch: mutable=True is for modules, got a function")
+    raise GateDefinitionError("callgate.torch: mutable=True needs a module, got a function")
   name = options.name or registry.unique_name(fn)
   return TorchFunction(FunctionCallee(fn, name, options))

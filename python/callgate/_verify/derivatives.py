@@ -46,7 +46,7 @@ def linear(subject: Subject) -> str:
     raise NotAsked("no linear argument has floating-point or complex numbers")
   fine = [x.dtype for x in (*(xs[i] for i in moved), *subject.results) if not is_fine(x.dtype)]
   if fine:
-    raise NotAsked(f"{fine[0].name} is too coarse")
+    raise NotAsked(f"{fine[0].name} is not precise enough")
 
   def at(make: Callable[[Any, Any], Any]) -> list[Any]:
     given = [make(x, moved[i]).astype(x.dtype) if i in moved else x for i, x in enumerate(xs)]
@@ -88,7 +88,9 @@ def second_order(subject: Subject) -> str:
   """Compares second derivatives with finite differences of first derivatives."""
   core = subject.core
   if core.gradient is not None and core.jvp_rule is None and core.vjp_rules is None:
-    raise NotAsked("gradient='finite-difference': differences of differences are too coarse")
+    raise NotAsked(
+      "gradient='finite-difference': differences of differences are not precise enough"
+    )
   one = _Differentiable.of(subject)
   try:
     _possible(one.jvp, "forward mode")
@@ -137,9 +139,7 @@ class _Differentiable:
     outputs = [i for i, y in enumerate(subject.results) if is_fine(y.dtype)]
     if not moved or not outputs:
       which = "argument" if not moved else "result"
-      raise NotAsked(
-        f"no {which} with elements of a type that is fine enough for finite differences"
-      )
+      raise NotAsked(f"no {which} of a dtype that is precise enough for finite differences")
     fixed = subject.leaves()
 
     def function(xs: Sequence[Any]) -> list[Any]:

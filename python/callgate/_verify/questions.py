@@ -39,7 +39,7 @@ def shapes(subject: Subject) -> str:
   core = subject.core
   declared = callable(core.out) or core.out is None
   if not subject.is_gate or not declared:
-    return "of this size, the only one that is declared" if not declared else "of this size"
+    return "of this size, the only declared one" if not declared else "of this size"
   taken = 0
   for values in _of_other_sizes(subject.values()):
     try:
@@ -126,8 +126,8 @@ def effects(subject: Subject) -> str:
   core = subject.core
   if subject.varies and core.effect == "pure":
     raise Fault(
-      "effect='pure': expected the same results from the same arguments, got others in a second "
-      "call"
+      "effect='pure': expected the same results from the same arguments, got different ones in "
+      "a second call"
     )
   if not subject.is_gate:
     raise NotAsked("calls of native code are not counted")
@@ -153,7 +153,7 @@ def effects(subject: Subject) -> str:
     if inexact and any(dtypes.is_inexact(y.dtype) for y in subject.results):
       _counted(subject, "a program with its results and derivative", _with_gradient(subject), 1)
       asked.append("grad")
-  return f"called as often as effect={core.effect!r} says: {', '.join(asked)}"
+  return f"called as often as effect={core.effect!r} declares: {', '.join(asked)}"
 
 
 def _counted(
@@ -191,7 +191,7 @@ def _with_gradient(subject: Subject) -> Callable[..., Any]:
 def escape(subject: Subject) -> str:
   """Fails if the calls of an earlier question found a kept view."""
   if not subject.is_gate:
-    raise NotAsked("native code gets pointers, which nothing follows")
+    raise NotAsked("native code gets pointers, which callgate can't track")
   subject.run(subject.jitted)
   subject.run(subject.jitted)
   if subject.escaped:
@@ -203,7 +203,9 @@ def writes(subject: Subject) -> str:
   """Fails if the first call, under `check_writes` or `check_memory`, wrote to an input."""
   if not subject.values():
     raise NotAsked("no argument is an array")
-  return "inputs are as before" if subject.is_gate else "inputs and memory around arrays as before"
+  return (
+    "inputs are unchanged" if subject.is_gate else ("inputs and memory around arrays are unchanged")
+  )
 
 
 # -- threads ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def compare(subject: Subject) -> str:
       raise Fault(f"arguments split as ({shown}) over {len(devices)} devices: {found}")
     split += 1
   if not split:
-    raise NotAsked(f"no dimension that may stay split divides by {len(devices)}")
+    raise NotAsked(f"no dimension that may stay split is divisible by {len(devices)}")
   return f"{split} way{'' if split == 1 else 's'} to split over {len(devices)} devices"
 
 

@@ -42,7 +42,7 @@ def export(subject: Subject) -> str:
   again = jax_export.deserialize(exported.serialize())
   if found := difference(subject.results, subject.run(jax.jit(again.call))):
     raise Fault(f"the exported program: {found}")
-  return "an exported program gives the same"
+  return "an exported program gives the same results"
 
 
 def pickled(subject: Subject) -> str:
@@ -54,7 +54,7 @@ def pickled(subject: Subject) -> str:
     data = pickle.dumps(subject.function)
   except Exception:  # noqa: BLE001 - functions that no module holds
     if subject.core.origin is None or not subject.core.travels:
-      raise NotAsked(f"a {subject.core.kind} is pickled by a module's name for it") from None
+      raise NotAsked(f"a {subject.core.kind} needs a module's name for it to be pickled") from None
     data, how = travel.dumps(subject.core.label, subject.function), " (by cloudpickle)"
   again = pickling.made_anew(subject.function, data)  # in this process it would be the same one
   if not isinstance(again, ArrayFunction):
@@ -65,7 +65,7 @@ def pickled(subject: Subject) -> str:
     raise Fault(f"the pickle's: {other.blocked[1]}")
   if found := difference(subject.results, other.results):
     raise Fault(f"the pickle's: {found}")
-  return f"a pickle gives the same{how}"
+  return f"a pickle gives the same results{how}"
 
 
 def shards(subject: Subject) -> str:

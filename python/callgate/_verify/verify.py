@@ -35,7 +35,7 @@ QUESTIONS: dict[str, Callable[[Subject], str]] = {
   "threads": questions.threads,
 }
 _LAST = "shards"  # asked last, as it takes longer than all others
-_OF_OBJECTS = "its results are handles of objects, which nothing compares"
+_OF_OBJECTS = "its results are handles of objects, which can't be compared"
 _ASYNC = "an async function is started, not called"
 
 
@@ -124,7 +124,7 @@ def verify_all(module: Any, seconds: float = 10, /, **arguments: Any) -> dict[st
       what = f"expected names of gates and kernels of {_name_of(module)}, got '{name}'"
       raise GateDefinitionError(f"verify_all: {what}{spellings.near(name, found)}")
     if not isinstance(given, tuple):
-      options.refuse("verify_all", name, f"a tuple of arguments, as {name}=(x,)", given)
+      options.refuse("verify_all", name, f"a tuple of arguments, such as {name}=(x,)", given)
   return {
     name: verify(function, arguments[name], {}, seconds)
     if name in arguments

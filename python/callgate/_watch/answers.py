@@ -169,7 +169,7 @@ def _values_at(
 def _leaf(keys: Sequence[Key], text: str) -> Key:
   if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(keys):
     return keys[int(text)]
-  raise RequestError(404, f"expected the number of one of {len(keys)} leaves, got {text!r}")
+  raise RequestError(404, f"leaf: expected the number of one of {len(keys)} leaves, got {text!r}")
 
 
 def _one(query: Query, name: str, default: str) -> str:

@@ -47,7 +47,9 @@ def _watch(arguments: argparse.Namespace) -> int:
   folders = [one for one in arguments.where if not is_address(one) and os.path.isdir(one)]
   if folders and len(folders) < len(arguments.where):
     other = next(one for one in arguments.where if one not in folders)
-    raise ValueError(f"expected folders of runs, or streams, got {folders[0]!r} and {other!r}")
+    raise ValueError(
+      f"where: expected only folders of runs, or only streams, got {folders[0]!r} and {other!r}"
+    )
   return _watch_runs(arguments) if folders else _watch_streams(arguments)
 
 

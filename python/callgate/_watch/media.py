@@ -48,7 +48,7 @@ def shown(kind: str, array: np.ndarray[Any, Any]) -> Image | str:
     text = array.tobytes().decode(errors="replace")
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
   if array.ndim not in (2, 3, 4) or not array.size:
-    return f"({array.dtype}{list(array.shape)}, which is no image)"
+    return f"({array.dtype}{list(array.shape)}, not an image)"
   # The kinds that NumPy lacks, such as bfloat16, are none of its "f".
   finite = array if array.dtype.kind in "biu" else array[np.isfinite(array)]
   ends = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)

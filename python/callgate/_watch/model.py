@@ -146,7 +146,7 @@ class Model:
 
   def __init__(self, points: int = 16_000, runs: Sequence[str] = ()) -> None:
     if points < 2:
-      raise ValueError(f"callgate watch: expected 2 points a curve or more, got {points}")
+      raise ValueError(f"callgate watch: points: expected at least 2 for each curve, got {points}")
     self._points = points
     self._runs = dict(enumerate(runs))
     self._lock = threading.Lock()

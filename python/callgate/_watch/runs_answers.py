@@ -72,7 +72,7 @@ class RunsAnswers:
     key = next((key for key in run.model.versions() if key.label == label), None)
     held = [] if key is None else _media(run, key)
     if not held:
-      raise RequestError(404, f"leaf: expected one with images or texts, got {label!r}")
+      raise RequestError(404, f"leaf: expected a leaf with images or texts, got {label!r}")
     text = query.get("at", ["-1"])[-1]
     try:
       at = int(text)
@@ -94,7 +94,7 @@ class RunsAnswers:
     for run in self._runs.runs():
       if run.id == name:
         return run
-    raise RequestError(404, f"run: expected one of the table's, got {name!r}")
+    raise RequestError(404, f"run: expected a run of the table, got {name!r}")
 
 
 def _labels(run: WatchedRun) -> dict[str, int]:
@@ -108,5 +108,5 @@ def _media(run: WatchedRun, key: Key) -> list[Shown]:
 
 def _one(query: Query, name: str) -> str:
   if not query.get(name):
-    raise RequestError(400, f"{name}: expected one, got none")
+    raise RequestError(400, f"{name}: expected a value, got none")
   return query[name][-1]

@@ -86,7 +86,7 @@ class PageServer:
     try:
       self._http = _Http(port, secret, gets, posts, page)
     except OSError as error:
-      what = f"port {port} of 127.0.0.1: {error.strerror}: choose another {option}"
+      what = f"port {port} of 127.0.0.1: {error.strerror}; choose another {option}"
       raise OSError(what) from error
     self.port: int = self._http.server_address[1]
     self.url = f"http://127.0.0.1:{self.port}/{secret}/"
@@ -143,7 +143,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Gives a connection that has shown the secret a place. Raises RequestError if none is left."""
     with self._lock:
       if len(self._guests) >= _MOST_REQUESTS:
-        raise RequestError(503, f"expected at most {_MOST_REQUESTS} requests at once, got one more")
+        raise RequestError(503, f"expected at most {_MOST_REQUESTS} requests at once, got more")
       if self._strangers.pop(request, None) is not None:
         self._guests.add(request)
 
@@ -225,10 +225,10 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
     secret, slash, path = parts.path.removeprefix("/").partition("/")
     given, expected = secret.encode(errors="replace"), self.server.secret.encode()
     if not hmac.compare_digest(given, expected):
-      raise RequestError(403, "wrong secret: expected the address as callgate gave it")
+      raise RequestError(403, "wrong secret: use the address that callgate printed")
     self.server.admit(self.request)
     if not slash:
-      raise RequestError(404, "expected the address with a slash at its end")
+      raise RequestError(404, "expected a slash at the end of the address")
     return path, urllib.parse.parse_qs(parts.query, keep_blank_values=True, max_num_fields=256)
 
   # -- answers -----------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
       return f"{_TYPES[file.suffix]}; charset=utf-8", file.read_bytes()
     found = self.server.gets.get(path.removeprefix("api/")) if path.startswith("api/") else None
     if found is None:
-      raise RequestError(404, f"there is nothing at {path!r} to get")
+      raise RequestError(404, f"expected a path of the page to get, got {path!r}")
     return "application/json", to_json(found(query))
 
   def _post(self, path: str, query: Query) -> tuple[str, bytes]:
@@ -248,10 +248,12 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
       raise RequestError(415, "expected the content type application/json")
     length = self.headers.get("Content-Length", "")
     if not length.isascii() or not length.isdigit() or int(length) > _MOST_BYTES:
-      raise RequestError(413, f"expected a length, of at most {_MOST_BYTES} bytes, got {length!r}")
+      raise RequestError(
+        413, f"expected a Content-Length of at most {_MOST_BYTES} bytes, got {length!r}"
+      )
     found = self.server.posts.get(path.removeprefix("api/")) if path.startswith("api/") else None
     if found is None:
-      raise RequestError(404, f"there is nothing at {path!r} to post to")
+      raise RequestError(404, f"expected a path of the page to post to, got {path!r}")
     try:
       sent = json.loads(self.rfile.read(int(length)))
     except (ValueError, RecursionError) as error:
@@ -271,7 +273,9 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
     """Answers a request that the protocol refuses, in JSON as all others."""
     del explain
     self.close_connection = True
-    self._send(code, "application/json", to_json({"error": message or "no valid request"}))
+    self._send(
+      code, "application/json", to_json({"error": message or "expected a valid HTTP request"})
+    )
 
   def log_message(self, format: str, *args: Any) -> None:
     """Nobody reads it."""

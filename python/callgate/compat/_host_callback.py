@@ -257,7 +257,7 @@ class NeedsReceiver(execution.Watcher):
     if missing := [device for device in devices if device.id not in _started]:
       old = "(in the first form's words: outfeed_consumer is not started)"
       fault = f"a compiled program with taps was called for {_names(missing)}"
-      hint = "whose outfeed receiver is not started; expected it inside `with outfeed_receiver():`"
+      hint = "whose outfeed receiver is not started; call it inside `with outfeed_receiver():`"
       raise ValueError(f"host_callback: outfeed_receiver is not started {old}: {fault}, {hint}")
 
 

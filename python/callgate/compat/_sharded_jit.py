@@ -164,7 +164,7 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
   if jax.process_count() == 1:
-    problem = f": expected {count} local partitions, as there is one process, got {local.said}"
+    problem = f": expected {count} local partitions, since there is one process, got {local.said}"
   elif count != len(everyone):
     known = f", {local.said} of them local" if local.said is not None else ""
     problem = (
@@ -173,7 +173,7 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
     )
   elif local.said is None and not split:
     problem = (
-      " across processes: expected local_num_partitions, as all arguments and results are "
+      " across processes: expected local_num_partitions, since all arguments and results are "
       f"replicated: how many of the {count} partitions are on this process's devices ({len(own)} "
       f"of {len(everyone)})"
     )
@@ -251,7 +251,7 @@ def check_stated(parts: Sequence[LocalPart], stated: Any, tree: Any, what: str) 
   for index, (part, said) in enumerate(zip(parts, flat, strict=True)):
     if said != part.block and not (math.prod(said or ()) == 1 == math.prod(part.block or ())):
       own, whole = len(part.own.device_set), len(part.whole.device_set)
-      why = f"which is what the {own} local devices of {whole} hold of {part.parts}"
+      why = f"the part of {part.parts} on the {own} local devices of {whole}"
       expected = f"{part.block} for array {index}, {why}"
       raise ValueError(f"sharded_jit: {what}: expected {expected}, got {said}")
 

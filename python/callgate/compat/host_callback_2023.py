@@ -101,7 +101,7 @@ def id_tap(
   """
   if kwargs:
     ended = "Support for **kwargs in ``id_tap`` ended with the form of 2020"
-    expected = f"{ended}; expected functools.partial(tap_func, {next(iter(kwargs))}=...)"
+    expected = f"{ended}; use functools.partial(tap_func, {next(iter(kwargs))}=...)"
     raise TypeError(f"id_tap: unexpected keyword(s) {', '.join(kwargs)}. {expected}")
   _check("id_tap", "tap_func", tap_func, callback_flavor)
   key = exact.identity(tap_func)
@@ -254,7 +254,7 @@ def _gate(
       _keep(error, name)
       raise
 
-  outside = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
+  outside = "a call outside jax.vmap, or callgate.gate, which has vmap="
   inside = "the call inside a jax.custom_jvp or custom_vjp, or callgate.gate with defjvp or defvjp"
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
@@ -268,7 +268,7 @@ def _gate(
 
 def _refuse(what: str, expected: str, *_: Any) -> Any:
   only = f"{what} are implemented only for id_tap, not for call"
-  raise NotImplementedError(f"host_callback: {only}; expected {expected}")
+  raise NotImplementedError(f"host_callback: {only}; use {expected}")
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:

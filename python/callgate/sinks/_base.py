@@ -144,7 +144,10 @@ class OwnedSink(Sink):
 
   def open(self, channel: str) -> None:
     if self._channel is not None:
-      one = f"expected a sink of one channel, got {channel!r} while {self._channel!r} has it open"
+      one = (
+        f"expected one channel for a sink, got {channel!r} while {self._channel!r} has it "
+        "open; make a sink for each channel"
+      )
       raise self._error(one)
     self._begin()
     self._channel = channel
@@ -152,7 +155,7 @@ class OwnedSink(Sink):
   def _check(self, records: Sequence[Any]) -> None:
     """Raises SinkError in a fork's child of the opening process, and unless all are records."""
     if (here := os.getpid()) != self._process:
-      by = f"expected to be written to by process {self._process}, which has it open"
+      by = f"expected writes by process {self._process}, which opened the sink"
       raise self._error(f"{by}, got process {here}, which was forked from it")
     for record in records:
       if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -254,8 +257,8 @@ class FilesSink(LibrarySink):
     if path in self._tables:
       return self._tables[path]
     if self._begun.get(path) is False:
-      had = "which another sink wrote when the first record came; it is not begun anew"
-      raise FileExistsError(f"expected a file that nobody else writes to, got '{path}', {had}")
+      had = "which another sink wrote when the first record came; use one file for each sink"
+      raise FileExistsError(f"expected a file without another writer, got '{path}', {had}")
     try:
       table = self._tables[path] = make(self._append or path in self._begun)
     except FileExistsError:

@@ -56,8 +56,8 @@ class NativeSink(OwnedSink):
           **{name: getattr(info, name) for name in _PLAIN},
         )  # fmt: skip
       except (ValueError, TypeError) as error:
-        types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
-        expected = f"expected a TapInfo of {types}, got {info}"
+        types = "texts that UTF-8 can encode, and 64-bit integers (`seq` from 0)"
+        expected = f"expected a TapInfo with {types}, got {info}"
         said = expected if isinstance(error, TypeError) else str(error)
         first = first or (f"tap {info.name!r}, record {info.seq}: {said}", error)
     if first is not None:
@@ -165,7 +165,7 @@ class Stats(NativeSink):
       if not array_like or np.ndim(given) != 1:  # a text has no dimensions
         options.refuse("sinks.Stats", "bins", expected, bins)
       if not (edges := [options.number("sinks.Stats", "bins", x, what=expected) for x in given]):
-        raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
+        raise ValueError(f"sinks.Stats: bins: expected {expected}, got an empty sequence")
     native, self._reader = _callgate.stats_sink(edges)
     super().__init__(native, "", **choice)
 
@@ -204,13 +204,13 @@ class Stats(NativeSink):
 def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """Returns a leaf in the form that `RecordWriter.write` takes."""
   if masked.is_masked(leaf):
-    raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
+    raise ValueError(f"expected an array for the leaf {path!r}, got {masked.shown(leaf)}")
   if isinstance(leaf, str):  # from a tap with kind="text"
     leaf = kinds.text_bytes(leaf)
   try:
     code, shape, data = dtypes.value_of(leaf)
   except GateDefinitionError as error:
-    raise ValueError(f"{error} of the leaf {path!r}") from None
+    raise ValueError(f"{error} for the leaf {path!r}") from None
   return path, code, list(shape), data
 
 

@@ -71,7 +71,7 @@ def _row(record: Record) -> dict[str, np.ndarray]:
   for name, leaf in leaves_under("value", record.value).items():
     row[name] = plain(leaf)
     if row[name].dtype.kind not in "biufc":
-      raise ValueError(f"expected a dtype that JAX has, got {row[name].dtype} of {name}")
+      raise ValueError(f"expected a dtype of JAX, got {row[name].dtype} for {name}")
   return row
 
 
@@ -142,7 +142,7 @@ class _GrowingArrays(FilesSink):
     if not existing:
       return {name: self._create(group, name, field) for name, field in fields.items()}
     if missing := ", ".join(sorted(fields.keys() - existing)):
-      raise ValueError(f"expected the arrays of the file, got also {missing}")
+      raise ValueError(f"expected only the arrays of the file, got also {missing}")
     length = min(array.shape[0] for array in existing.values())
     for array in existing.values():
       # After a crash, some arrays may be longer than others.
@@ -260,8 +260,8 @@ class Parquet(FilesSink):
     make = functools.partial(_TableFile, self._module, self._error, path, record)
     table = self._open_table(path, make)
     if table.tap != tap:
-      got = f'got {tap!r}; put "{{name}}" in the path for a file each tap'
-      raise ValueError(f"expected the tap {table.tap!r} alone in {str(path)!r}, {got}")
+      got = f'got {tap!r}; put "{{name}}" in the path for a file for each tap'
+      raise ValueError(f"expected only the tap {table.tap!r} in {str(path)!r}, {got}")
     table.rows.add(record)
 
   def _commit(self) -> None:
@@ -311,7 +311,7 @@ class _TableFile:
       self._claimed.close()
 
     try:
-      problem = f": {str(self._path)!r} cannot be finished, and is as it was"
+      problem = f": {str(self._path)!r} cannot be finished, and is unchanged"
       self._try(finish, problem, self._written)
     except Exception:
       self._discard()

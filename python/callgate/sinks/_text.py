@@ -90,7 +90,7 @@ def _check_format(text: str) -> None:
   try:
     for _, field, spec, _ in string.Formatter().parse(text):
       if field is not None and re.split(r"[.\[]", field)[0] not in _FIELDS:
-        raise ValueError(f"a field '{field}', which is none of {', '.join(sorted(_FIELDS))}")
+        raise ValueError(f"a field '{field}'; expected one of {', '.join(sorted(_FIELDS))}")
       _check_format(spec or "")
   except ValueError as error:
     expected = f"expected text for str.format, got {text!r}: {error}"
@@ -165,7 +165,7 @@ class CSV(FilesSink):
     table.header = table.header or [*meta, *(self._columns or row)]
     if (new := next((name for name in row if name not in table.header), None)) is not None:
       known = f"the columns {', '.join(table.header)} of {str(table.path)!r}"
-      advice = 'name all with columns=, or put "{name}" in the path for a file each tap'
+      advice = 'pass all names as columns=, or put "{name}" in the path for a file for each tap'
       raise ValueError(f"expected {known}, got {new!r}; {advice}")
     table.rows.append(meta | row)
 

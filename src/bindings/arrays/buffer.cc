@@ -36,17 +36,16 @@ std::string device_text(const Buffer& buffer) {
 void check_alive(const Buffer& buffer) {
   if (buffer.ended)
     raise(PyExc_BufferError,
-          "Buffer: the call that it belonged to is over, and its memory on the GPU is XLA's again; "
-          "expected a Buffer of the running call");
+          "Buffer: its call has ended, and its memory on the GPU is XLA's again; use a Buffer of "
+          "the running call");
 }
 
 // Throws for types of which several elements are in a byte; `what` is the method that was called.
 void refuse_packed(const Buffer& buffer, const char* what) {
   if (!is_packed(buffer.view.dtype)) return;
   std::string text = std::string("Buffer.") + what + ": " + to_string(buffer.view) +
-                     " packs several elements into a byte";
-  if (!buffer.gpu)
-    text += "; use unpack() for an array with one element a byte, pack() to write one";
+                     " has several elements in a byte";
+  if (!buffer.gpu) text += "; use unpack() to read one element a byte, or pack() to write";
   raise(PyExc_BufferError, text);
 }
 
@@ -54,11 +53,10 @@ void refuse_packed(const Buffer& buffer, const char* what) {
 const Buffer& on_host(nb::handle self, const char* what) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   if (!buffer.gpu) return buffer;
-  raise(PyExc_TypeError,
-        std::string("Buffer.") + what + ": " + to_string(buffer.view) + " is on " +
-            device_text(buffer) +
-            ", and the host can't read it there; use arrays=\"numpy\" for copies in the "
-            "host's memory, or __dlpack__ or __cuda_array_interface__ where it is");
+  raise(PyExc_TypeError, std::string("Buffer.") + what + ": " + to_string(buffer.view) + " is on " +
+                             device_text(buffer) +
+                             "; use arrays=\"numpy\" for a copy in host memory, or read it on the "
+                             "GPU by __dlpack__ or __cuda_array_interface__");
 }
 
 // NumPy's dtype of the elements. Throws where it has none.
@@ -88,7 +86,9 @@ nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
                      !nb::module_::import_("numpy").attr("dtype")(dtype).equal(dtype_of(buffer));
   const bool copied = !copy.is_none() && nb::cast<bool>(copy);
   if (other && !copy.is_none() && !copied)
-    raise(PyExc_ValueError, "Buffer.__array__: a dtype other than the buffer's needs a copy");
+    raise(PyExc_ValueError,
+          "Buffer.__array__: expected the buffer's dtype with copy=False, since another one needs "
+          "a copy");
   if (!other && copied) return make_copy(buffer.view);
   nb::object view = make_array(buffer.view, !buffer.readonly, self.ptr());
   return other ? nb::object(view.attr("astype")(dtype)) : view;
@@ -272,12 +272,12 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
   const bool on_gpu = buffer.gpu.has_value();
   const bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
   if (!on_gpu && !stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
-    refuse_export("stream must be None for memory of the CPU");
+    refuse_export("stream: expected None for memory of the CPU");
   if (!dl_device.is_none() && nb::cast<Pair>(dl_device) != Pair(here.device_type, here.device_id)) {
-    if (!on_gpu) refuse_export("dl_device must be None or (1, 0), the CPU");
+    if (!on_gpu) refuse_export("dl_device: expected None or (1, 0), the CPU");
     refuse_export("dl_device: expected None or (2, " + std::to_string(here.device_id) +
                   "), the buffer's GPU, got " + nb::str(dl_device).c_str() +
-                  "; arrays=\"numpy\" makes copies in the host's memory");
+                  "; use arrays=\"numpy\" for copies in host memory");
   }
   const bool versioned = !max_version.is_none() && nb::cast<Pair>(max_version).first >= 1;
   // Version 0 can't say "read-only": its consumers get a copy of an input of the CPU.
@@ -287,7 +287,7 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
     // notion of read-only, as with arrays of other libraries that are never to be written.
     if (want_copy)
       refuse_export(
-          "copy: expected None or False on a GPU, where consumers copy, on their own streams; got "
+          "copy: expected None or False on a GPU, where consumers copy on their own streams, got "
           "True");
     std::int64_t consumer = consumer_stream(stream);
     if (consumer != -1 && buffer.memory == nullptr) {
@@ -296,8 +296,8 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
     }
   } else if (copied && !copy.is_none() && !want_copy) {
     refuse_export(
-        "an input is read-only, which DLPack can say from version 1 on; pass max_version=(1, 0), "
-        "or let it copy");
+        "an input is read-only, which DLPack supports from version 1 on; pass max_version=(1, 0), "
+        "or allow a copy");
   }
   if (!versioned) return export_as<dlpack::ManagedTensor>(self, copied);
   std::uint64_t flags = copied ? dlpack::kCopied : buffer.readonly ? dlpack::kReadOnly : 0;
@@ -315,7 +315,7 @@ nb::dict cuda_array_interface(Buffer& buffer) {
   if (!buffer.gpu) refuse_interface(type + " is on the CPU; use __array__ or ");
   // Types of ml_dtypes have names that say something else.
   if (format_of(buffer.view.dtype) == nullptr)
-    refuse_interface("it has no name for the elements of " + type + "; use ");
+    refuse_interface("the interface has no name for the elements of " + type + "; use ");
   std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
   // Consumers don't say which stream they use; by default it is this one.
   buffer.gpu->default_streams |= 1u << 1;

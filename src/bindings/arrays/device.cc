@@ -132,7 +132,7 @@ std::optional<std::string> copy_from_gpu(const ArrayView& target, Foreign array,
   if (!std::ranges::equal(array.shape, target.shape()) || array.type != name(target.dtype))
     return got;
   if (!array.dense(bits(target.dtype) / 8))
-    return got + " that is not dense and row-major: make it contiguous";
+    return got + " that is not dense and row-major; make it contiguous";
   // With an alias the callable may return the very memory that it was given.
   if (target.nbytes() == 0 || array.data == target.data) return std::nullopt;
   without_gil([&] {
@@ -203,7 +203,8 @@ std::optional<std::string> store_on_device(const ArrayView& target, PyObject* va
   return array ? copy_from_gpu(target, *std::move(array), sources)
                : copy_from_host(target, value, cast, sources);
 } catch (const nb::cast_error&) {
-  raise(PyExc_TypeError, "expected an array on a GPU, got one that tells of itself wrongly");
+  raise(PyExc_TypeError,
+        "result: expected an array on a GPU, got one whose interface describes it wrongly");
 }
 
 // --- Upload --------------------------------------------------------------------------------------
@@ -216,14 +217,14 @@ struct UploadHandle : Immovable {
     std::vector<ArrayView> types;
     for (nb::handle array : arrays) {
       std::optional<ArrayView> type = known_view(array);
-      if (!type) raise(PyExc_TypeError, "Upload: expected NumPy arrays of a dtype that JAX has");
+      if (!type) raise(PyExc_TypeError, "Upload: expected NumPy arrays of a dtype of JAX");
       types.push_back(*type);  // its data is not looked at
     }
     without_gil([&] { upload = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
     std::size_t index = 0;
     for (nb::handle array : arrays)
       if (store(upload->host()[index++], array.ptr(), /*cast=*/false))
-        raise(PyExc_TypeError, "Upload: expected arrays of the host");
+        raise(PyExc_TypeError, "Upload: expected arrays in host memory");
     without_gil([&] { upload->start(); });
   }
   ~UploadHandle() {

@@ -19,7 +19,7 @@ nb::object limits_of(DType dtype) {
 std::string outside(DType dtype, const std::string& came) {
   nb::object limits = limits_of(dtype);
   auto limit = [&](const char* name) { return nb::str(nb::object(limits.attr(name))); };
-  return came + ", outside of " + std::string(name(dtype)) + "'s range, " + limit("min").c_str() +
+  return came + ", outside " + std::string(name(dtype)) + "'s range, " + limit("min").c_str() +
          " to " + limit("max").c_str();
 }
 
@@ -38,8 +38,8 @@ std::string describe(PyObject* value) {
   if (!masked) return text;
   // The words of _core/masked.py.
   return "a masked array (" + text +
-         "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
-         "if it is needed, as an array of its own";
+         "), which XLA's arrays don't support; pass its filled(value), and its mask as a separate "
+         "array if you need it";
 }
 
 std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {

@@ -138,7 +138,7 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
     const bool castable =
         PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING) != 0;
     if (!castable) return describe(given);
-    if (!cast) return describe(given) + " (results are never cast silently: see cast=True)";
+    if (!cast) return describe(given) + "; pass cast=True to cast results";
   }
   if (target.nbytes() == 0) return std::nullopt;
   if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {

@@ -15,7 +15,7 @@ ArrayView view_of(nb::handle object, const char* what) {
   if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array))
     throw Error(what, "a contiguous NumPy array", nb::type_name(object.type()).c_str());
   if (auto view = known_view(object)) return *view;
-  throw Error(what, "a dtype that JAX has", "another");
+  throw Error(what, "a dtype of JAX", "another");
 }
 
 Attributes attributes_of(const nb::dict& values) {

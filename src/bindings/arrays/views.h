@@ -70,10 +70,9 @@ inline nb::object new_array(const ArrayView& view, void* data, int flags) {
     raise(PyExc_TypeError,
           "callgate: NumPy has no dtype for XLA's " + std::string(name(view.dtype)));
   if (is_packed(view.dtype))
-    raise(PyExc_TypeError,
-          "callgate: " + std::string(name(view.dtype)) +
-              " packs several elements into a byte, so it has no zero-copy view; use "
-              "arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()");
+    raise(PyExc_TypeError, "callgate: " + std::string(name(view.dtype)) +
+                               " has several elements in a byte, so it has no zero-copy view; use "
+                               "arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()");
   Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
   return taken(PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, as_numpy(view.dims), nullptr,
                                     data, flags, nullptr));

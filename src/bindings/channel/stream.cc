@@ -96,8 +96,8 @@ class StreamReader : Immovable {
       try {
         record = outside([&] { return reader_->next(); });
       } catch (const stream::RefusedError& error) {
-        raise(PyExc_ConnectionError,
-              "callgate.open_stream: " + address + ": refused: " + error.what());
+        raise(PyExc_ConnectionError, "callgate.open_stream: " + address +
+                                         ": the writer refused the connection: " + error.what());
       } catch (const Error&) {
         if (records.empty()) throw;
         break;  // the records before the damage first: the next call meets it again

@@ -100,10 +100,9 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     }
     raise(hooks.capture_error,
           "gate '" + name() +
-              "': command_buffer=True: what it did can't be recorded. Expected: launches and "
-              "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver "
-              "and no other stream that does not come back to it; got a capture that CUDA has "
-              "given up");
+              "': command_buffer=True: CUDA can't record the call into a graph. Use only launches "
+              "and asynchronous copies on XLA's stream, without waiting, driver allocations, or "
+              "other streams that don't join it");
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {

@@ -55,7 +55,7 @@ TapedCall::TapedCall(const std::string& gate, const SiteSpec& site, std::int64_t
   for (std::size_t i = 0; i < results.size(); ++i) {
     const auto bytes = nb::cast<nb::bytes>(nb::object(answer[i]));
     if (bytes.size() != results[i].nbytes())
-      raise(PyExc_RuntimeError, "a recording's result of another size than " +
+      raise(PyExc_RuntimeError, "a recorded result has another size than " +
                                     to_string(static_cast<const ArrayView&>(results[i])));
     if (bytes.size() != 0) std::memcpy(results[i].data, bytes.c_str(), bytes.size());
   }

@@ -36,10 +36,9 @@ inline bool is_replaying() noexcept {
 
 // Raises, for a gate whose calls replays of CUDA graphs leave out.
 [[noreturn]] inline void refuse_in_graphs(const std::string& gate) {
-  raise(PyExc_NotImplementedError,
-        "gate '" + gate +
-            "': recordings have calls; expected command_buffer=False in a block of "
-            "callgate.record or callgate.replay, got a gate that XLA records into CUDA graphs");
+  raise(PyExc_NotImplementedError, "gate '" + gate +
+                                       "': callgate.record and callgate.replay can't see calls in "
+                                       "CUDA graphs; pass command_buffer=False");
 }
 
 // One lane's call. The results' memory is the caller's, and outlives this.

@@ -63,7 +63,7 @@ std::string lock_holders(int fd) {
         ((found += " (") += program) += ')';
     }
     if (found.empty() && has_locked(own, file))
-      found = "another sink of this process, which is to be closed first";
+      found = "another sink of this process; close it first";
   }
   return found.empty() ? "another process" : found;
 }
@@ -109,7 +109,7 @@ void File::lock() {
     if (lock_byte(fd_.get(), kTurn, F_WRLCK)) return;
     if (std::chrono::steady_clock::now() > end)
       throw Error(ErrorCode::kDeadlineExceeded,
-                  who() + ": nothing can be written, since for 10 s it has been locked by " +
+                  who() + ": the file can't be written, because it has been locked for 10 s by " +
                       lock_holders(fd_.get()));
     std::this_thread::sleep_for(pause);
   }
@@ -154,18 +154,18 @@ void File::fail(const std::string& doing, int error) const {
 
 void File::check_process() const {
   if (getpid() == process_) return;
-  throw Error(ErrorCode::kAborted, who() + ": expected to be used by the process that made it, " +
-                                       std::to_string(process_) + ", got a fork of that, " +
-                                       std::to_string(getpid()) + "; make a sink of its own there");
+  throw Error(ErrorCode::kAborted, who() + ": expected writes by process " +
+                                       std::to_string(process_) +
+                                       ", which made the sink, got its forked process " +
+                                       std::to_string(getpid()) + "; make a sink in each process");
 }
 
 void File::take_place() {
   const bool alone = place_ == Place::kAlone;
   if (!lock_byte(fd_.get(), kPlace, alone ? F_WRLCK : F_RDLCK))
-    throw Error(
-        ErrorCode::kAlreadyExists, who(),
-        alone ? "a file that nobody else writes to" : "a file that others append to, if at all",
-        "one that has another writer, " + lock_holders(fd_.get()));
+    throw Error(ErrorCode::kAlreadyExists, who(),
+                alone ? "a file without another writer" : "a file that other sinks only append to",
+                "a file that is open for writing in " + lock_holders(fd_.get()));
   has_place_ = true;
 }
 

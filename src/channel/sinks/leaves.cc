@@ -88,7 +88,7 @@ void check_names(const std::string& sink, const Source& source) {
   for (std::size_t i = 0; i < source.values(); ++i) {
     std::string path = plain_path(source.leaves[i].path);
     if (seen.insert(path).second) continue;
-    throw Error(sink + ", tap '" + source.name + "'", "leaves with names of their own",
+    throw Error(sink + ", tap '" + source.name + "'", "leaves with different names",
                 "two leaves '" + path + "'");
   }
 }

@@ -128,7 +128,7 @@ void each_element(const ArrayView& view, Visit&& visit) {
     }
     case DType::kInvalid: break;
   }
-  throw Error("a sink", "a dtype that callgate knows", to_string(view));
+  throw Error("a sink", "a dtype of JAX", to_string(view));
 }
 
 }  // namespace callgate

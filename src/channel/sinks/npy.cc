@@ -71,7 +71,7 @@ void NpyColumn::check(const std::string& name, const std::string& descr,
     throw Error("the sink Npy writes '" + file_.path() + "'", expected, got);
   };
   if (name != name_)
-    refuse("the leaf '" + name_ + "' alone, or a path with {name} for a file each",
+    refuse("the leaf '" + name_ + "' only; put {name} into the path for a file for each leaf",
            "'" + name + "' as well");
   const std::string have = "rows of " + type_text(header_.descr, header_.row);
   const std::string got = "rows of " + type_text(descr, row);
@@ -192,9 +192,9 @@ std::unique_ptr<NpyColumn> NpySink::new_column(const std::string& name, const st
                                                std::size_t row_bytes) {
   std::optional<FileMode>& mode = modes_.try_emplace(file, mode_).first->second;
   if (!mode)
-    throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
-                "a file that nobody else writes to",
-                "one that another sink wrote when the first row came; it is not begun anew");
+    throw Error(
+        ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'", "a file without another writer",
+        "a file that another sink wrote when the first row came; use one file for each sink");
   try {
     auto column = std::make_unique<NpyColumn>(name, descr, row, row_bytes, file, *mode);
     column->begin();

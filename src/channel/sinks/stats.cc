@@ -18,8 +18,8 @@ Histogram Histogram::powers_of_two() {
 Histogram Histogram::of(std::vector<double> edges) {
   auto falls = [](double edge, double next) { return !(edge < next); };  // also true for NaN
   if (edges.size() < 2 || std::ranges::adjacent_find(edges, falls) != edges.end())
-    throw Error("the sink Stats", "bins with two edges or more, each greater than the one before",
-                std::to_string(edges.size()) + " edges that are not");
+    throw Error("the sink Stats", "bins with at least two increasing edges",
+                std::to_string(edges.size()) + " edges that don't increase");
   std::vector<std::uint64_t> counts(edges.size() - 1);
   return {std::move(edges), std::move(counts)};
 }

@@ -131,7 +131,7 @@ TEST(StreamServer, AReaderTooManyIsToldSoAndTheNextOneIsServedWhenOneHasLeft) {
         third.next();
         ADD_FAILURE() << "a third reader is served";
       } catch (const stream::RefusedError& error) {
-        EXPECT_THAT(error.what(), HasSubstr("it has 2 readers, and serves at most 2"));
+        EXPECT_THAT(error.what(), HasSubstr("there are already 2 readers, of at most 2"));
       }
       EXPECT_FALSE(third.closed());
     }

@@ -237,7 +237,7 @@ TEST(KernelHeader, AnExceptionBecomesTheCallsMessage) {
   EXPECT_EQ(call.run<&throws_std>({0}), 1);
   EXPECT_EQ(call.message, "too far");
   EXPECT_EQ(call.run<&throws_int>({0}), 1);
-  EXPECT_EQ(call.message, "an exception that is no std::exception");
+  EXPECT_EQ(call.message, "an exception that is not a std::exception");
   call.result(x, {2});
   EXPECT_EQ(call.run<&is_noexcept>({0}), 0);
   EXPECT_EQ(x[0], 4);

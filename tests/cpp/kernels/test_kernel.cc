@@ -181,7 +181,7 @@ TEST(KernelSite, AProgramOfAnotherSignatureIsRefused) {
   KernelSpec other;
   other.signature = "In<float64,*>,Out<float64,*>";
   std::string text = bind_error(kernel, std::move(other));
-  EXPECT_THAT(text, HasSubstr("as a program that was compiled before calls it"));
+  EXPECT_THAT(text, HasSubstr("called by a program that was compiled before"));
   EXPECT_THAT(text, HasSubstr("In<float64,*>"));
   EXPECT_THAT(text, HasSubstr("In<float32,*>"));
 }

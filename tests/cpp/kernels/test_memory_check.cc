@@ -110,7 +110,7 @@ std::string copied(DType dtype, std::size_t width, std::size_t past, std::size_t
 }
 
 std::string outside(std::size_t bytes, std::size_t distance, const char* side) {
-  return "wrote outside of it: " + std::to_string(bytes) + " bytes, the first of them " +
+  return "wrote outside it: " + std::to_string(bytes) + " bytes, the first of them " +
          std::to_string(distance) + " bytes " + side;
 }
 
@@ -170,7 +170,7 @@ TEST_F(MemoryCheckTest, ScratchBlocksHaveGuardsOfTheirOwn) {
     std::memcpy(b, a, 65);
     return fake::twice(call);
   };
-  EXPECT_THAT(found(past), HasSubstr("scratch memory of 64 bytes: wrote outside of it: 1 bytes"));
+  EXPECT_THAT(found(past), HasSubstr("scratch memory of 64 bytes: wrote outside it: 1 bytes"));
 }
 
 TEST_F(MemoryCheckTest, ReadsOutsideOfFloatsShowAsNan) {
@@ -304,7 +304,7 @@ TEST_F(MemoryCheckTest, ScratchMemoryIsGuardedToo) {
     static_cast<char*>(call->services->scratch(call, 100, 64))[100] = 0;
     return std::int32_t{0};
   };
-  EXPECT_THAT(found(past), HasSubstr("scratch memory of 100 bytes: wrote outside of it: 1 bytes"));
+  EXPECT_THAT(found(past), HasSubstr("scratch memory of 100 bytes: wrote outside it: 1 bytes"));
   auto inside = [](const callgate_call* call) {
     std::memset(call->services->scratch(call, 100, 128), 0, 100);
     return fake::twice(call);

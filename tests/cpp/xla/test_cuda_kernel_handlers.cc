@@ -193,7 +193,7 @@ TEST_F(CudaKernels, OfTheCpuAloneAreRefusedByName) {
   fake::CudaKernelProgram program("only_cpu", stream_, {{"plan", fake::scale_plan(1)}});
   EXPECT_THAT(program.load().message,
               HasSubstr("expected a kernel for CUDA (callgate.cuda, or callgate.cpp with "
-                        "cuda_source=), got a gate, or a kernel for the CPU alone"));
+                        "cuda_source=), got a gate, or a kernel only for the CPU"));
   Registry::instance().remove(*kernel);
 }
 

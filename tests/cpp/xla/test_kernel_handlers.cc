@@ -523,7 +523,7 @@ TEST(KernelHandlers, ACheckedCallSaysWhatItFound) {
   set_kernel_mode(KernelMode::kCheckMemory, true);
   fake::Status status = program.execute({array(x)}, {array(z, {2})}).at_once;
   set_kernel_mode(KernelMode::kCheckMemory, false);
-  EXPECT_THAT(status.message, HasSubstr("'z' (result 0, float32[2]) wrote outside of it"));
+  EXPECT_THAT(status.message, HasSubstr("'z' (result 0, float32[2]) wrote outside it"));
   EXPECT_TRUE(program.execute({array(x)}, {array(z, {2})}).at_once.ok());
 }
 

@@ -183,7 +183,7 @@ def test_a_kept_array_of_cupy_is_an_escape(fake: FakeCuda, modules: Any) -> None
     add(recorder, x, out, recorder.streams[-1].pointer)
 
   gate = cg.gate(leak, out=lambda x: x, arrays="cupy", style="inplace")
-  with pytest.raises(fake_programs.ProgramError, match="must not be used any more"):
+  with pytest.raises(fake_programs.ProgramError, match="Don't use the kept object any more"):
     fake_programs.run(fake, gate, numbers(2))
   assert isinstance(cg.last_error(), cg.EscapedViewError)
 
@@ -367,7 +367,7 @@ def test_arrays_of_gpus_alone_are_refused_on_the_cpu(kind: Any) -> None:
 
 
 def test_a_stream_is_refused_on_the_cpu_and_by_another_name() -> None:
-  with pytest.raises(cg.GateDefinitionError, match="got one on the CPU"):
+  with pytest.raises(cg.GateDefinitionError, match="got a call on the CPU"):
     gpu.stream_as("cupy", 0, -1)
   with pytest.raises(cg.GateDefinitionError, match=r"expected one of 'cupy'.*got 'jax'"):
     gpu.stream_as("jax", 1, 0)
@@ -377,5 +377,5 @@ def test_a_stream_is_refused_on_the_cpu_and_by_another_name() -> None:
     ctx.stream_as("torch")
 
   gate = cg.gate(callback, out=lambda x: x, style="context")
-  with pytest.raises(cg.GateDefinitionError, match="got one on the CPU"), cg.errors():
+  with pytest.raises(cg.GateDefinitionError, match="got a call on the CPU"), cg.errors():
     gate(numbers(2)).block_until_ready()

@@ -95,12 +95,12 @@ def test_without_a_compiler_the_error_says_what_to_install(
 ) -> None:
   monkeypatch.delenv("CXX", raising=False)
   monkeypatch.setenv("PATH", "")
-  with pytest.raises(cg.CompileError, match=r"looked for c\+\+, g\+\+, clang\+\+") as caught:
+  with pytest.raises(cg.CompileError, match=r"searched for c\+\+, g\+\+, clang\+\+") as caught:
     make()
   for words in ("apt install g++", "dnf install gcc-c++", "conda install gxx", "CXX"):
     assert words in str(caught.value)
   monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
-  with pytest.raises(cg.CompileError, match=r"looked for CXX=/nowhere/g\+\+ -m64"):
+  with pytest.raises(cg.CompileError, match=r"searched for CXX=/nowhere/g\+\+ -m64"):
     make()
   assert not cache.exists()
 
@@ -136,7 +136,7 @@ def test_a_compiler_that_cannot_run_is_named(
 # -- what the compiler says ----------------------------------------------------------------------
 def test_a_compile_error_has_the_users_line_and_leaves_nothing_behind(cache: Path) -> None:
   source = "\n\nvoid wrong(cg::In<float, 1> x, cg::Out<float, 1> y) {\n  y[0] = undefined_name;\n}"
-  with pytest.raises(cg.CompileError, match=r"kernel 'mine'.*refused it") as caught:
+  with pytest.raises(cg.CompileError, match=r"kernel 'mine'.*reported an error") as caught:
     cg.cpp(source, out=lambda x: x, name="mine")
   assert "wrong:4:10: error:" in caught.value.output
   assert "undefined_name" in caught.value.output

@@ -448,9 +448,9 @@ def test_a_reference_of_another_type_is_refused(like: Any, words: list[str], use
     (lambda y, t: (y, t, t), ["expected a pair (out, tangent_out)"]),
     (lambda y, t: (y, None), ["tangents of structure PyTreeDef(None)", "expected PyTreeDef({"]),
     (lambda y, t: (y, {"a": t}), ["tangents of structure PyTreeDef({'a': *})"]),
-    (lambda y, t: (y, {"a": t, "b": t[:2]}), ["float32[2] of result 1", "expected float32[3]"]),
-    (lambda y, t: (y, {"a": 0.0, "b": t}), ["float32[] of result 0", "expected float32[3]"]),
-    (lambda y, t: (y, {"a": t.astype(int), "b": t}), ["int32[3] of result 0", "float32[3]"]),
+    (lambda y, t: (y, {"a": t, "b": t[:2]}), ["float32[2] for result 1", "expected float32[3]"]),
+    (lambda y, t: (y, {"a": 0.0, "b": t}), ["float32[] for result 0", "expected float32[3]"]),
+    (lambda y, t: (y, {"a": t.astype(int), "b": t}), ["int32[3] for result 0", "float32[3]"]),
   ],
   ids=["no pair", "three", "None", "count", "shape", "number", "dtype"],
 )
@@ -490,8 +490,8 @@ def test_a_rule_that_is_no_function_is_refused(rule: str) -> None:
       lambda: jax.grad(lambda x: cg.gate(np.sum, out=X[0], linear=True)(x))(X),
       ["deftranspose", "no transpose"],
     ),
-    (lambda: with_jvp().defvjp(wave, wave), ["defvjp after defjvp"]),
-    (lambda: with_vjp().defjvp(wave), ["defjvp after defvjp"]),
+    (lambda: with_jvp().defvjp(wave, wave), ["expected one of defjvp and defvjp, got both"]),
+    (lambda: with_vjp().defjvp(wave), ["expected one of defjvp and defvjp, got both"]),
   ],
   ids=["not linear", "no transpose", "defvjp too", "defjvp too"],
 )

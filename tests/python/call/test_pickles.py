@@ -230,9 +230,9 @@ def test_a_gate_under_a_script_s_guard_is_said_to_be_there(tmp_path: pathlib.Pat
   done = run(script, environment={"JAX_PLATFORMS": "cpu", **same_path(tmp_path)})
   assert done.stdout == "1\n"
   said = (
-    "expected it as __main__.guarded, found nothing there. The script is imported here, but for "
+    "expected it as __main__.guarded, found nothing there. The script is imported here without "
   )
-  assert said + "what is under `if __name__ == '__main__':` define it outside" in done.stderr
+  assert said + "its `if __name__ == '__main__':` block: define it outside" in done.stderr
 
 
 def test_gates_of_a_script_get_to_workers_of_joblib_by_value(tmp_path: pathlib.Path) -> None:

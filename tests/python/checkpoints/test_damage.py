@@ -112,7 +112,7 @@ def test_any_damage_is_passed_over_and_load_says_it(
   newest = tmp_path / "step_0000000020"
   change(newest if pattern == "." else next(newest.glob(pattern)))
   assert found(tmp_path) == 10
-  assert "step_0000000020 is damaged, and passed over" in capfd.readouterr().err
+  assert "step_0000000020 is damaged and was skipped" in capfd.readouterr().err
   saves = cg.Checkpoints(tmp_path)
   for step in (None, 20):
     with pytest.raises(ValueError, match=r"damaged one|elements are missing"):

@@ -118,7 +118,7 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixtu
       data = bytearray(path.read_bytes())
       data[len(data) // 2] ^= 0xFF
       path.write_bytes(data)
-  with pytest.raises(ValueError, match="expected what Orbax has written"):
+  with pytest.raises(ValueError, match="expected a checkpoint by Orbax"):
     cg.Checkpoints(tmp_path).load(init())
   carry, ys = run(cg.Checkpoints(tmp_path, resume=True), init(1), 4)
   assert_same(carry, after(4))

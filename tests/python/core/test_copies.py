@@ -15,10 +15,10 @@ import pytest
 import callgate as cg
 
 THINGS = {
-  "ticket": "<ticket of gate 'copies.square'> can't be pickled: .*; expected what result",
-  "recording": "<callgate.record\\('.*calls'\\)> can't be pickled: .*; expected its path",
-  "replay": "<callgate.replay\\('.*calls'\\)> can't be pickled: .*; expected its path",
-  "checkpoints": "<Checkpoints in .*> can't be pickled: .*; expected cg.Checkpoints",
+  "ticket": "<ticket of gate 'copies.square'> can't be pickled: .*; pass the value of result",
+  "recording": "<callgate.record\\('.*calls'\\)> can't be pickled: .*; pass its path",
+  "replay": "<callgate.replay\\('.*calls'\\)> can't be pickled: .*; pass its path",
+  "checkpoints": "<Checkpoints in .*> can't be pickled: .*; make a new cg.Checkpoints",
 }
 
 

@@ -251,7 +251,7 @@ def test_a_first_use_that_is_interrupted() -> None:
   assert output_of(code).splitlines() == [
     "('KeyboardInterrupt', '')",
     "ZeroDivisionError",
-    "('ImportError', 'callgate: expected its first use to come')",
+    "('ImportError', 'callgate: its first use in this process ')",
   ]
 
 

@@ -145,7 +145,7 @@ def test_a_part_is_called_at_barriers_in_forks_and_for_names() -> None:
   )
   assert output_of(source).splitlines() == [
     *("settle a None", "settle b None", "settle a 7", "settle b 7"),
-    "callgate.barrier: counted calls still run after 7 s",
+    "callgate.barrier: counted calls still run after 7 s; increase the timeout",
     *("forked a", "forked b", "defined b"),
   ]
 

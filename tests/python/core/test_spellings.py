@@ -14,18 +14,24 @@ import callgate as cg
 
 X = jnp.ones(3)
 JAX = [
-  ({"vmap_method": "sequential"}, "vmap_method='sequential' is JAX's; callgate's is vmap='each'"),
+  (
+    {"vmap_method": "sequential"},
+    "vmap_method='sequential' is JAX's option; in callgate: vmap='each'",
+  ),
   ({"vmap_method": "expand_dims"}, "vmap='whole'"),
   ({"vmap_method": "broadcast_all"}, "vmap='broadcast'"),
   ({"vmap_method": "legacy_vectorized"}, "vmap='whole'"),
-  ({"vmap_method": None}, "callgate's is vmap='each' or vmap='whole' or vmap='broadcast'"),
-  ({"ordered": True}, "ordered=True is JAX's; callgate's is effect='ordered'"),
+  ({"vmap_method": None}, "in callgate: vmap='each' or vmap='whole' or vmap='broadcast'"),
+  ({"ordered": True}, "ordered=True is JAX's option; in callgate: effect='ordered'"),
   ({"ordered": False}, "effect='io'"),
   ({"has_side_effect": True}, "effect='io'"),
-  ({"pure": False}, "pure=False is a peer's; callgate's is effect='io' or 'ordered'"),
+  (
+    {"pure": False},
+    "pure=False is another library's option; in callgate: effect='io' or 'ordered'",
+  ),
   ({"input_output_aliases": {0: 0}}, "aliases="),
   ({"static_argnames": "n"}, "keyword arguments without arrays"),
-  ({"jit": True}, "none: calls may be in jax.jit and outside"),
+  ({"jit": True}, "not needed, since calls work inside and outside jax.jit"),
 ]
 MAKERS: dict[str, Callable[..., Any]] = {
   "gate": lambda **options: cg.gate(np.sort, out=X, **options),
@@ -48,7 +54,7 @@ def test_other_names_of_options_are_answered(
 
 
 def test_so_are_result_types_and_those_of_taps() -> None:
-  with pytest.raises(cg.GateDefinitionError, match="callgate's is out=, a pytree of"):
+  with pytest.raises(cg.GateDefinitionError, match="in callgate: out=, a pytree of"):
     cg.gate(np.sort, result_shape_dtypes=X)
   with pytest.raises(cg.GateDefinitionError, match="tap: vmap_method='sequential' is JAX's"):
     cg.tap(X, print, vmap_method="sequential")  # pyright: ignore
@@ -58,7 +64,7 @@ def test_so_are_result_types_and_those_of_taps() -> None:
 
 
 def test_so_is_jax_s_value_of_vmap() -> None:
-  with pytest.raises(cg.GateDefinitionError, match=r"vmap: 'sequential' is JAX's; .* vmap='each'"):
+  with pytest.raises(cg.GateDefinitionError, match=r"vmap: 'sequential' is JAX's .* vmap='each'"):
     cg.gate(np.sort, out=X, vmap="sequential")  # pyright: ignore
 
 

@@ -52,7 +52,7 @@ def test_an_environments_exception_says_which_one_it_was(
     stepped(env)
     with pytest.raises(ArithmeticError, match="has diverged") as info, cg.errors():
       jax.block_until_ready(stepped(env))
-    assert f"environment 2 of 4 of envs '{env.name}' raised it in step()" in str(
+    assert f"environment 2 of 4 of envs '{env.name}' raised this in step()" in str(
       info.value.__notes__
     )
     seen, _ = env.reset([1, 2, 5, 4])  # all is well again
@@ -69,7 +69,7 @@ def test_a_worker_that_dies_takes_its_environments_along() -> None:
     with pytest.raises(cg.WorkerError, match="SIGKILL") as info, cg.errors():
       jax.block_until_ready(stepped(env))
     assert info.value.signal == "SIGKILL"
-    said = "environment [01] has not been reset, or the worker that had it has ended"
+    said = "environment [01] has not been reset, or its worker has ended"
     with pytest.raises(cg.GateError, match=said), cg.errors():
       jax.block_until_ready(stepped(env))
     assert env.reset([5, 6, 7, 8])[0].tolist() == [[5, 0], [6, 0], [7, 0], [8, 0]]
@@ -215,7 +215,7 @@ def test_spaces_without_fixed_shapes_are_named(space: Any, part: str, which: str
   ],
 )  # fmt: skip
 def test_integers_that_jax_s_dtype_does_not_hold_are_refused(space: Any) -> None:
-  with pytest.raises(cg.GateDefinitionError, match="int32 holds, or jax_enable_x64"):
+  with pytest.raises(cg.GateDefinitionError, match="int32 holds"):
     cg.envs(lambda: Unmapped(space, "observation_space"))
 
 
@@ -230,7 +230,7 @@ def test_an_object_that_is_no_environment_is_refused() -> None:
 
 def test_a_vector_of_environments_is_refused() -> None:
   make = lambda: gymnasium.make_vec("CartPole-v1", num_envs=3)
-  with pytest.raises(cg.GateDefinitionError, match="expected one environment"):
+  with pytest.raises(cg.GateDefinitionError, match="expected a single environment"):
     cg.envs(make, n=2)
 
 
@@ -241,7 +241,7 @@ def test_options_that_do_not_go_together() -> None:
     cg.envs(environments.simple, run_on=ThreadPoolExecutor(1))  # pyright: ignore
   with pytest.raises(cg.GateDefinitionError, match="record_steps=True: expected record="):
     cg.envs(environments.simple, record_steps=True)
-  with pytest.raises(cg.GateDefinitionError, match="expected no '_x' beside 'x'"):
+  with pytest.raises(cg.GateDefinitionError, match="expected names without '_x'"):
     cg.envs(environments.simple, info={"x": np.int32, "_x": np.int32})
   with pytest.raises(cg.GateDefinitionError, match=r"info\['x'\]: float64 needs jax_enable_x64"):
     cg.envs(environments.simple, info={"x": np.float64})
@@ -270,9 +270,9 @@ def test_close_closes_each_environment_and_later_calls_fail(
     env.reset([10, 11, 12])
     compiled()
   assert sorted(os.listdir(tmp_path)) == ["closed-10", "closed-11", "closed-12"]
-  with pytest.raises(cg.GateError, match="have been closed"):
+  with pytest.raises(cg.GateError, match="are closed"):
     env.step(zeros(3))
-  with pytest.raises(cg.GateError, match="have been closed"), cg.errors():
+  with pytest.raises(cg.GateError, match="are closed"), cg.errors():
     jax.block_until_ready(compiled())
   env.close()
   with cg.envs(environments.simple, n=1, run_on=run_on(where, two)) as other:  # others go on

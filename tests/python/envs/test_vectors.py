@@ -199,7 +199,7 @@ def test_an_exception_of_a_vector_is_the_user_s() -> None:
     made[-1].fails = True
     with pytest.raises(ArithmeticError, match="diverged") as info, cg.errors():
       jax.block_until_ready(env.step(jnp.zeros(2, jnp.int32)))
-    assert "raised it in step()" in str(info.value.__notes__)
+    assert "raised this in step()" in str(info.value.__notes__)
     made[-1].fails = False
     env.reset(0)
     assert env.step(jnp.zeros(2, jnp.int32))[0][:, 1].tolist() == [1, 1]
@@ -222,13 +222,13 @@ def test_a_pool_may_tell_by_its_length_how_many_it_has() -> None:
 def test_the_wrong_kinds_of_make_are_refused() -> None:
   with pytest.raises(cg.GateDefinitionError, match="expected a vector environment with vector=Tr"):
     cg.envs(environments.cart_pole, vector=True)
-  with pytest.raises(cg.GateDefinitionError, match=r"or vector=True, got a vector of 3"):
+  with pytest.raises(cg.GateDefinitionError, match=r"got a vector of 3"):
     cg.envs(cart_poles)
   with pytest.raises(
-    cg.GateDefinitionError, match=r"n: expected none with vector=True.*3, got n=2"
+    cg.GateDefinitionError, match=r"n: expected no n= with vector=True.*3 lanes, got n=2"
   ):
     cg.envs(cart_poles, vector=True, n=2)
-  with pytest.raises(cg.GateDefinitionError, match=r"that mode, got one of 'next_step'; make it"):
+  with pytest.raises(cg.GateDefinitionError, match=r"that mode, got one with 'next_step'; make it"):
     cg.envs(cart_poles, vector=True, autoreset="same_step")
   with pytest.raises(cg.GateDefinitionError, match=r"pass autoreset='disabled'"):
     cg.envs(vector(environments.cart_pole, "DISABLED"), vector=True)

@@ -149,7 +149,7 @@ def test_mp4_needs_an_extra_and_writes_with_it(
   ffmpeg.write_text("#!/bin/sh\necho no such codec >&2\nexit 3\n")
   with (
     cg.envs(environments.Drawn, record_video=(0, folder, "mp4")) as env,
-    pytest.raises(cg.GateError, match="ffmpeg ended with 3: no such codec"),
+    pytest.raises(cg.GateError, match="ffmpeg exited with status 3: no such codec"),
     cg.errors(),
   ):
     run(env, 3)
@@ -184,7 +184,7 @@ def test_without_pillow_pngs_are_the_default(
   [
     ("folder", r"record_video: expected \(lane, folder\)"), ((1,), r"expected \(lane, folder\)"),
     ((0, "a", "gif", 1), r"expected \(lane, folder\)"), ((-1, "a"), r"record_video\[0\]: expected"),
-    ((2, "a"), r"record_video\[0\]: expected the number of one of 2"), ((0, ""), r"\[1\]: "),
+    ((2, "a"), r"record_video\[0\]: expected the number of an"), ((0, ""), r"\[1\]: "),
     ((0, 3), r"\[1\]: expected a path"), ((0, "a", "avi"), r"\[2\]: expected one of 'gif', 'png'"),
   ],
 )  # fmt: skip
@@ -194,7 +194,9 @@ def test_wrong_options_are_refused(given: Any, said: str) -> None:
 
 
 def test_environments_without_pictures_are_refused(tmp_path: pathlib.Path) -> None:
-  with pytest.raises(cg.GateDefinitionError, match="render_mode='rgb_array', got render_mode=None"):
+  with pytest.raises(
+    cg.GateDefinitionError, match="got render_mode=None; make them with render_mode='rgb_array'"
+  ):
     cg.envs(environments.cart_pole, record_video=(0, tmp_path))
 
   class Lies(environments.Drawn):

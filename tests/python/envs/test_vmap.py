@@ -188,7 +188,7 @@ def test_an_exception_names_the_lane(where: str, two: cg.Workers) -> None:
 
     with pytest.raises(ArithmeticError) as info, cg.errors():
       jax.block_until_ready(run(jnp.array([[1, 2], [2, 3], [1, 1]])))
-    said = f"environment 1 of 2 of envs '{env.name}', in lane 1 raised it in step()"
+    said = f"environment 1 of 2 of envs '{env.name}', in lane 1 raised this in step()"
     assert said in str(info.value.__notes__)
     assert run(jnp.zeros((3, 2), jnp.int32))[..., 1].tolist() == [[2, 2]] * 3
 

@@ -249,7 +249,7 @@ def test_a_vector_and_workers_are_wrapped_alike(two: cg.Workers) -> None:
       seen, (_, got) = jax.jit(roll_out(wrapped))(3, ACTIONS)
       assert_close((seen, got), (first, tuple(steps)))
       assert wrapped.name == env.name
-    with pytest.raises(cg.GateError, match="have been closed"):
+    with pytest.raises(cg.GateError, match="are closed"):
       env.reset(0)
 
 
@@ -266,16 +266,18 @@ def test_a_loop_that_passes_infos_on_is_the_same_without_a_wrapper() -> None:
 
 def test_what_wrappers_do_not_take_is_refused() -> None:
   with cg.envs(environments.cart_pole, n=2, info={"episode": np.int32}) as env:
-    with pytest.raises(cg.GateDefinitionError, match=r"expected other infos.*\['episode'\]"):
+    with pytest.raises(
+      cg.GateDefinitionError, match=r"expected infos with other names.*\['episode'\]"
+    ):
       cg.envs.episode_statistics(env)
     wrapped = cg.envs.normalize_observation(env)
     with pytest.raises(cg.GateDefinitionError, match=r"\['normalize_observation'\] in info= or in"):
       cg.envs.normalize_observation(wrapped)
     _, info = env.reset(0)
     for given in (None, info, 3):
-      with pytest.raises(cg.GateDefinitionError, match=r"env.step\(actions, info\), got"):
+      with pytest.raises(cg.GateDefinitionError, match=r"call env.step\(actions, info\)"):
         wrapped.step(jnp.zeros(2, jnp.int32), given)
-    with pytest.raises(cg.GateDefinitionError, match="mask: expected info= beside it"):
+    with pytest.raises(cg.GateDefinitionError, match="mask: expected info= as well"):
       wrapped.reset(0, mask=jnp.ones(2, bool))
     for wrong in (0, -1.0, "x", float("nan")):
       with pytest.raises(cg.GateDefinitionError, match="epsilon: expected a number above 0"):
@@ -285,7 +287,9 @@ def test_what_wrappers_do_not_take_is_refused() -> None:
     for wrong in (-0.1, 1.5, "x"):
       with pytest.raises(cg.GateDefinitionError, match="gamma: expected a number from 0 to 1"):
         cg.envs.normalize_reward(env, gamma=wrong)  # pyright: ignore
-  with pytest.raises(cg.GateDefinitionError, match=r"env: expected what callgate\.envs or a"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"env: expected environments of callgate\.envs or a"
+  ):
     cg.envs.normalize_reward(environments.cart_pole())
   with (
     cg.envs(environments.Composite) as env,

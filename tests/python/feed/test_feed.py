@@ -319,7 +319,7 @@ def test_an_integer_outside_of_the_range_is_its_item_s_error(bad: int) -> None:
   items[bad]["y"][1] = 2**31
   with cg.feed(items) as feed:
     program = jax.jit(feed.next)
-    came = r"got int64\[2\] with 2147483648 at \[1\], outside of int32's range"
+    came = r"got int64\[2\] with 2147483648 at \[1\], outside int32's range"
     where = rf"item {bad}\['y'\]: expected int32\[2\], {came}"
     for _ in range(bad):
       program()

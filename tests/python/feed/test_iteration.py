@@ -122,7 +122,7 @@ def test_while_jax_traces_iterating_is_an_error_that_says_what_to_use(
   trace: Callable[..., Any],
 ) -> None:
   with cg.feed((float(i) for i in range(5)), name="traced") as feed:
-    expected = r"feed 'traced': a program that is being traced .*; expected feed\.next\(\)"
+    expected = r"feed 'traced': a program that is being traced .*; use feed\.next\(\)"
     x = jnp.ones(2) if trace is jax.vmap else 1.0
     for take in (next, lambda feed: next(iter(feed))):
       with pytest.raises(cg.GateError, match=expected):

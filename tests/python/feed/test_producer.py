@@ -213,7 +213,7 @@ def options(*args: Any, **kwargs: Any) -> Callable[[], Any]:
     (options([1], prefetch=0), "prefetch: expected an integer of 1 or more, got 0"),
     (options([1], prefetch=1.5), "prefetch: expected an integer of 1 or more, got 1.5"),
     (options([1], prefetch=True), "prefetch: expected an integer of 1 or more, got True"),
-    (options([]), "the iterable is empty, .*expected an item, shape= or default="),
+    (options([]), "the iterable is empty, .*pass shape= or default="),
     (options([()]), "item 0: expected at least one array"),
     (options([np.float64(1)]), "item 0: float64 needs jax_enable_x64; expected float32 without"),
     (options([1], shape=[3]), r"shape\[0\]: expected a value with .shape and .dtype, got 3"),
@@ -234,7 +234,7 @@ def test_wrong_options_are_said(make: Callable[[], Any], message: str) -> None:
 
 
 def test_keys_are_no_items() -> None:
-  with pytest.raises(cg.ResultError, match=r"pass jax\.random\.key_data"):
+  with pytest.raises(cg.ResultError, match=r"use jax\.random\.key_data"):
     cg.feed([jax.random.key(0)])
 
 

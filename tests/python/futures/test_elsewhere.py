@@ -214,7 +214,7 @@ def test_a_second_wait_is_an_error(two: cg.Workers) -> None:
   gate = cg.gate(lambda x: x, out=FLOAT, run_on=two)
   ticket = gate.start(1.0)
   assert ticket.result() == 1
-  with pytest.raises(cg.GateError, match="a ticket is waited for once"), cg.errors():
+  with pytest.raises(cg.GateError, match="a ticket can be waited for once"), cg.errors():
     jax.block_until_ready(ticket.result())
 
 

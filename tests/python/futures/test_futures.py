@@ -199,7 +199,7 @@ def test_a_decorated_coroutine_is_started_or_called_as_its_decorator_says() -> N
   assert whole.start(1.0).result() == 1
   only_started = cg.gate(passed_on, out=ZERO)
   assert only_started.start(1.0).result() == 1
-  expected = r"got coroutine; gate\.start\(\.\.\.\) starts"
+  expected = r"got coroutine; use gate\.start\(\.\.\.\)"
   with pytest.raises(cg.ResultError, match=expected), cg.errors():
     jax.block_until_ready(jax.jit(only_started)(1.0))
 
@@ -212,7 +212,9 @@ def test_generators_are_refused_where_they_are_defined() -> None:
     yield x
 
   for function in (numbers, later):
-    with pytest.raises(cg.GateDefinitionError, match=r"got a generator function; callgate\.feed"):
+    with pytest.raises(
+      cg.GateDefinitionError, match=r"got a generator function; use callgate\.feed"
+    ):
       cg.gate(function, out=ZERO)
 
 
@@ -270,7 +272,7 @@ def test_a_call_that_finds_no_thread_is_an_error_and_leaves_nothing_to_wait_for(
 
   gate = cg.gate(lambda x: x, out=ZERO)
   monkeypatch.setattr(job._callgate, "submit", submit)
-  with pytest.raises(cg.GateError, match="there is no thread for it"), cg.errors():
+  with pytest.raises(cg.GateError, match="the system has no thread for it"), cg.errors():
     jax.block_until_ready(gate.start(1.0).result())
   monkeypatch.undo()
   cg.barrier(timeout=60)
@@ -333,7 +335,7 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
     return a, ticket.result()
 
   failing_twice = cg.gate(lambda x: x, out=ZERO, name="test twice")
-  once = "'test twice': a ticket is waited for once"
+  once = "'test twice': a ticket can be waited for once"
   with pytest.raises(cg.GateError, match=once) as caught, cg.errors():
     jax.block_until_ready(program(1.0))
   text = str(caught.value)
@@ -376,7 +378,9 @@ def test_gates_that_can_not_be_started_say_so(options: Any, message: str) -> Non
 def test_a_ticket_of_another_gate_is_refused() -> None:
   ticket = first.start(1.0)
   assert "test 0" in repr(ticket)
-  with pytest.raises(cg.GateDefinitionError, match=r"'test 1': result.. expected a ticket of its"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"'test 1': result..: expected a ticket of this"
+  ):
     second.result(ticket)
   assert first.result(ticket) == 2
 
@@ -641,7 +645,7 @@ def test_a_result_that_is_pushed_out_while_a_lane_takes_it_is_refused() -> None:
   call.start(lambda: np.float32(3))
   assert call.take("line 1", shared=True) == 3
   pushed_out = True
-  with pytest.raises(cg.GateError, match="waited for once, got a second time, at line 2"):
+  with pytest.raises(cg.GateError, match="waited for once, got a second wait at line 2"):
     call.take("line 2", shared=True)
 
 

@@ -138,7 +138,7 @@ def test_dimensions_that_they_leave_open_are_told() -> None:
 
   with pytest.raises(cg.GateDefinitionError, match=r"result, Float\['m'\]: expected dimensions"):
     declared(dims, of(2))
-  with pytest.raises(cg.GateDefinitionError, match=r"got '\.\.\.'; out= says"):
+  with pytest.raises(cg.GateDefinitionError, match=r"got '\.\.\.'; use out="):
     declared(anonymous, of(2))
   assert declared(dtype, of(2, dtype=I32), of(2)) == ((2,), "float32")  # as JAX promotes
 

@@ -173,7 +173,7 @@ def test_a_gate_in_two_classes_is_a_method_of_both(engine: Any) -> None:
 
 
 def test_an_object_of_another_class_is_refused_with_what_to_do() -> None:
-  words = r"It is a method of Scale: .*of one that has the gate .*: name = Scale\.name"
+  words = r"It is a method of Scale: .*of a class with the gate .*: name = Scale\.name"
   with pytest.raises(cg.GateDefinitionError, match=words):
     Scale.scaled(Hidden(3), X)
 
@@ -369,7 +369,7 @@ def test_check_of_a_method_takes_the_object_first() -> None:
   Checked.same.check(Checked(), X)
   with pytest.raises(TypeError) as caught:
     Checked().same.check(X)
-  said = "object is the first argument: Checked.same.check(object, ...)"
+  said = "object as the first argument: Checked.same.check(object, ...)"
   assert said in caught.value.__notes__[-1]
 
 

@@ -25,8 +25,9 @@ def test_a_function_that_does_not_take_the_arguments_is_named() -> None:
     jax.jit(interp)(X, X[:2])
   said = "takes 1 positional argument but 2 were given"
   assert str(caught.value) == (
-    "gate 'interp': out: expected a function from the arguments' types to the results', got one "
-    f"that for (float32[3], float32[2]) raised TypeError: {caught.value.__cause__}"
+    "gate 'interp': out: expected a function of the arguments' types that returns the results' "
+    f"types, got a function that, called with (float32[3], float32[2]), raised TypeError: "
+    f"{caught.value.__cause__}"
   )
   assert said in str(caught.value.__cause__)
   assert isinstance(caught.value.__cause__, TypeError)
@@ -75,8 +76,8 @@ def test_an_argument_of_objects_is_said_to_be_one(array: Any) -> None:
 @pytest.mark.parametrize(
   ("shape", "dtype", "said"),
   [
-    ((-2,), jnp.float32, r"extents from 0, got \(-2,\)"),
-    ((2, -1), jnp.float32, r"extents from 0, got \(2, -1\)"),
+    ((-2,), jnp.float32, r"extents of at least 0, got \(-2,\)"),
+    ((2, -1), jnp.float32, r"extents of at least 0, got \(2, -1\)"),
     ((2**70,), jnp.float32, r"at most 9223372036854775807 bytes, got float32\[118059"),
     ((2**61,), jnp.float32, "at most .* bytes"),
     ((2**62, 2, 0), jnp.int8, "at most .* bytes"),

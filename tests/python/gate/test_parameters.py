@@ -81,7 +81,7 @@ def test_other_names_are_refused_and_shown() -> None:
 
 def test_a_method_without_its_object_says_so() -> None:
   for call in (Scale.scaled, Scale.scaled.start):
-    with pytest.raises(cg.GateDefinitionError, match="object, or class, is the first argument"):
+    with pytest.raises(cg.GateDefinitionError, match="object, or its class, as the first argument"):
       call(X, X)
 
 

@@ -36,7 +36,7 @@ def message_of(value: Any, out: Any = VECTOR, **options: Any) -> str:
 @pytest.mark.parametrize(
   ("value", "got"),
   [
-    (np.zeros(3), "float64[3] (results are never cast silently: see cast=True)"),
+    (np.zeros(3), "float64[3]; pass cast=True to cast results"),
     (np.zeros(3, np.float16), "float16[3] (results"),
     (np.zeros(3, np.int32), "int32[3] (results"),
     (np.zeros(4, np.float32), "float32[4]"),
@@ -156,7 +156,7 @@ def test_a_value_outside_of_the_range_is_an_error_that_says_it(
 ) -> None:
   with cg.config(engine=engine):
     message = message_of(value, jax.ShapeDtypeStruct((), dtype), cast=cast)
-  assert f"gate 'made': result 0: expected {dtype}[], got {value}, outside of {dtype}'s" in message
+  assert f"gate 'made': result 0: expected {dtype}[], got {value}, outside {dtype}'s" in message
   assert "cast=True" not in message
 
 
@@ -164,7 +164,7 @@ def test_the_error_says_the_range_and_where_the_value_is() -> None:
   value = np.zeros((2, 3), np.int64)[:, ::-1]
   value[1, 2] = 3_000_000_000
   message = message_of({"rank": value}, {"rank": jax.ShapeDtypeStruct((2, 3), np.int32)})
-  came = "got int64[2,3] with 3000000000 at [1, 2], outside of int32's range, "
+  came = "got int64[2,3] with 3000000000 at [1, 2], outside int32's range, "
   assert (
     "result 0 (['rank']): expected int32[2,3], " + came + "-2147483648 to 2147483647" in message
   )
@@ -182,7 +182,7 @@ def test_numbers_of_another_kind_and_numpys_own_width_are_not_cast(
   got = f"a Python {type(value).__name__} {value}" if plain else f"{own.name}[]"
   assert f"expected {dtype}[], got {got}" in message
   helps = np.can_cast(own, dtype, "same_kind") and not plain
-  assert ("(results are never cast silently: see cast=True)" in message) == helps
+  assert ("; pass cast=True to cast results" in message) == helps
 
 
 def test_results_of_argmax_and_lists_of_integers_fit_under_every_transformation() -> None:
@@ -456,7 +456,7 @@ def test_a_masked_result_is_refused(engine: Any, cast: bool, kind: str) -> None:
   tree = kind == "in a tree"
   with cg.config(engine=engine):
     text = message_of({"a": value} if tree else value, {"a": VECTOR} if tree else VECTOR, cast=cast)
-  assert "expected float32[3], got a masked array (float32[3]), whose mask" in text
+  assert "expected float32[3], got a masked array (float32[3]), which" in text
   assert "filled(value)" in text
 
 

@@ -170,7 +170,10 @@ def test_traces_in_one_another_have_all_of_their_own_calls(tmp_path: Path) -> No
 
 
 def test_a_trace_into_no_folder_is_refused_before_its_block(tmp_path: Path) -> None:
-  with pytest.raises(FileNotFoundError, match="got no folder"), cg.trace(tmp_path / "no" / "x"):
+  with (
+    pytest.raises(FileNotFoundError, match="got the missing folder"),
+    cg.trace(tmp_path / "no" / "x"),
+  ):
     raise AssertionError("entered")
 
 

@@ -240,7 +240,7 @@ def test_a_program_that_is_compiled_has_the_names_of_its_callees() -> None:
     waiting.result(60)
   assert Named.claims[-1] is second
   assert compiling._claims == {}
-  with pytest.raises(RuntimeError, match="'test compiled' was defined again while"):
+  with pytest.raises(RuntimeError, match="'test compiled' was redefined while"):
     program_of(first, second)
 
 

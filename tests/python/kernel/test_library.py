@@ -103,14 +103,14 @@ def test_a_square_product_infers_its_result_and_another_says_what_differs(lib: c
   assert str(raised.value) == (
     "kernel 'mine.matmul': the shape of result '2' (float32 of rank 2) does not follow from the "
     "arguments, since the arguments of that type differ: '0' is float32[2,3], '1' is float32[3,4]; "
-    "expected out=, as in library.kernel('matmul', out=lambda *args: ...)"
+    "pass out=, as in library.kernel('matmul', out=lambda *args: ...)"
   )
 
 
 def test_results_of_a_type_that_no_argument_has_need_out(lib: cg.Library) -> None:
   with pytest.raises(
     cg.GateDefinitionError,
-    match=r"'counts' \(int32 of rank 1\) .* no argument has that type; expected out=, as in "
+    match=r"'counts' \(int32 of rank 1\) .* no argument has that type; pass out=, as in "
     r"library.kernel\('histogram', out=lambda x: ...\)",
   ):
     lib.histogram(jnp.ones(3))
@@ -208,7 +208,9 @@ def test_a_file_that_is_no_library_is_the_loaders_error(tmp_path: Path) -> None:
 
 def test_a_library_without_kernels_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
   other = build(tmp_path, "other", 'extern "C" int f() { return 1; }')
-  with pytest.raises(cg.GateDefinitionError, match="is no library of kernels: expected the symbol"):
+  with pytest.raises(
+    cg.GateDefinitionError, match="is not a library of kernels: expected the symbol"
+  ):
     cg.library(other)
   empty = build(tmp_path, "empty", '#include "callgate/kernel.h"')
   assert repr(cg.library(empty)).endswith("no kernels>")
@@ -404,7 +406,7 @@ def test_a_library_whose_kernel_has_changed_refuses_the_program_of_before(
   elsewhere: list[Any],
 ) -> None:
   *_, said = elsewhere
-  assert "as a program that was compiled before calls it" in said
+  assert "called by a program that was compiled before" in said
   assert "In<float32,1>" in said
   assert "In<float32,*>" in said
 

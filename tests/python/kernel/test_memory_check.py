@@ -58,7 +58,7 @@ def test_the_option_is_off_again_after_the_block() -> None:
   [
     (
       "for (int64_t i = 0; i <= n; ++i) z.data()[i] = 1;",
-      "'z' (result 0, float32[3,4]) wrote outside of it: 4 bytes, the first of them 0 bytes after "
+      "'z' (result 0, float32[3,4]) wrote outside it: 4 bytes, the first of them 0 bytes after "
       "its end, where element 12 would be",
     ),
     (
@@ -72,8 +72,8 @@ def test_the_option_is_off_again_after_the_block() -> None:
     ),
     (
       "for (int64_t i = 0; i < n; i += 2) z[i] = 1;",
-      "'z' (result 0, float32[3,4]) was not written completely: 6 of 12 elements were left as they "
-      "were, the first [0,1]",
+      "'z' (result 0, float32[3,4]) was not written completely: 6 of 12 elements were not "
+      "written, the first is [0,1]",
     ),
     (
       "for (int64_t i = 0; i < n; ++i) z[i] += x[i];",
@@ -81,7 +81,7 @@ def test_the_option_is_off_again_after_the_block() -> None:
     ),
     (
       "for (int64_t i = 0; i < n; ++i) z[i] = x.data()[i + 1];",
-      "outside of the arrays; the first such element is [2,3]",
+      "outside the arrays; the first such element is [2,3]",
     ),
   ],
   ids=["after", "before", "input", "unwritten", "uninitialised", "read-outside"],
@@ -114,9 +114,7 @@ def test_elements_of_any_dtype_are_told_written_from_unwritten(dtype: str) -> No
   }"""
   fill = cg.cpp(source, out=jax.ShapeDtypeStruct((300,), jnp.dtype(dtype)))
   assert np.asarray(fill(np.int32(300))).astype(float).sum() == 150
-  assert "1 of 300 elements were left as they were, the first [299]" in error_of(
-    fill, np.int32(299)
-  )
+  assert "1 of 300 elements were not written, the first is [299]" in error_of(fill, np.int32(299))
 
 
 def test_a_kernel_with_effects_runs_once_and_is_checked_for_what_one_run_tells() -> None:
@@ -216,6 +214,6 @@ def test_a_loop_that_copies_one_element_too_many_is_found() -> None:
     assert np.asarray(jax.jit(lambda x: copy(x, 0))(x)).tolist() == x.tolist()
     for past in (1, 384 // size):
       assert (
-        f"'y' (result 0, {dtype}[5]) wrote outside of it: {past * size} bytes, the first of them 0 "
+        f"'y' (result 0, {dtype}[5]) wrote outside it: {past * size} bytes, the first of them 0 "
         "bytes after its end, where element 5 would be"
       ) in error_of(jax.jit(lambda x, past=past: copy(x, past)), x)

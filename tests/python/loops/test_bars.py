@@ -206,7 +206,7 @@ def test_a_bar_whose_file_is_closed_is_told_of_once_and_others_are_drawn(
     draw.flush()
     said = capfd.readouterr().err.splitlines()
     assert said == [
-      "callgate: the progress bar 'lost' is drawn no further, and its loop goes on: ValueError: "
+      "callgate: the progress bar 'lost' is no longer drawn; its loop continues: ValueError: "
       "I/O operation on closed file."
     ]
   assert drawn.getvalue().count("drawn: 100%") >= 2
@@ -337,7 +337,7 @@ def test_mistakes_of_a_body_are_told_in_the_users_terms(how: str, tmp_path: Path
     options: Any = {how: cg.Checkpoints(tmp_path / folder) if how == "save" else True}
     cg.scan(body, init, XS, **options)
 
-  expected = r"scan: f: expected a pair \(carry, y\) .* got "
+  expected = r"scan: f: expected .* a pair \(carry, y\), got "
   with pytest.raises(TypeError, match=expected):
     scan(lambda c, x: c, 0.0, "carry")
   with pytest.raises(TypeError, match=expected):

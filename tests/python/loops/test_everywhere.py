@@ -265,7 +265,7 @@ def test_a_decorated_function_in_two_threads() -> None:
   thread.start()
   thread.join()
   block.__exit__(None, None, None)
-  assert "expected the end of the block in the thread that began it" in str(both[-1])
+  assert "the block must end in the thread that began it" in str(both[-1])
   assert config.least_steps_of_bars.value == config.NO_BARS
 
 

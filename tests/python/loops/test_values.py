@@ -167,14 +167,14 @@ def test_values_that_a_lane_tapped_stand_behind_its_bar() -> None:
 def test_more_lanes_than_bars_are_refused() -> None:
   bar = cg.Progress(lanes="bars")
   count = lambda n: cg.while_loop(lambda c: c < n, lambda c: c + 1, 0, progress=bar)
-  with pytest.raises(cg.GateDefinitionError, match="at most 100 lanes, got 101; lanes='one'"):
+  with pytest.raises(cg.GateDefinitionError, match="at most 100 lanes, got 101; use lanes='one'"):
     jax.jit(jax.vmap(count))(jnp.arange(101))
 
 
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"at": lambda c: c}, "Progress: total: expected where the value of `at` ends, a number"),
+    ({"at": lambda c: c}, "Progress: total: expected the number at which `at` ends"),
     ({"at": 3, "total": 1}, "Progress: at: expected a callable, got 3"),
     ({"total": 1.5}, "Progress: total: expected an integer of at least 0, got 1.5"),
     ({"total": jnp.ones(2), "at": lambda c: c}, "got float32[2]"),
@@ -191,7 +191,7 @@ def test_options_that_make_no_sense_are_refused(options: Any, message: str) -> N
 def test_a_value_that_is_no_number_is_refused() -> None:
   bar = cg.Progress(total=1.0, at=lambda c: c)
   with pytest.raises(
-    cg.GateDefinitionError, match=r"at: expected a number of the carry, got .*\[2"
+    cg.GateDefinitionError, match=r"at: expected a function from the carry to a number, got .*\[2"
   ):
     cg.while_loop(lambda c: c[0] < 1, lambda c: c + 1, jnp.zeros(2), progress=bar)
 

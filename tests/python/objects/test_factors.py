@@ -238,7 +238,9 @@ def test_what_matvec_closes_over_has_derivatives() -> None:
 
 def test_anything_else_is_refused() -> None:
   solver = Counted().solver
-  with pytest.raises(cg.GateDefinitionError, match=r"factor: expected what solver.factor\(a\)"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"factor: expected a handle that solver.factor\(a\)"
+  ):
     solver(A, U, factor=3)
   with pytest.raises(cg.GateDefinitionError, match="vmap: expected"):
     Counted(vmap="grid")

@@ -195,7 +195,7 @@ def test_a_name_is_kept_in_what_a_wrong_object_raises() -> None:
   missing = "'int' object has no attribute 'value'"
   with pytest.raises(AttributeError, match=missing) as caught, cg.errors():
     jax.block_until_ready(jax.jit(lambda: used(cg.hold(lambda: 5, name="fives")()))())
-  (note,) = [n for n in caught.value.__notes__ if "it was called with" in n]
+  (note,) = [n for n in caught.value.__notes__ if "called with" in n]
   assert all(part in note for part in ("int #", "made by fives", "test_hold.py"))
 
 
@@ -211,7 +211,7 @@ def test_a_dead_object_is_an_error_that_names_its_maker() -> None:
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (np.zeros(2, np.uint32), "got an empty one"),
+    (np.zeros(2, np.uint32), "got an empty handle"),
     (np.array([5 << 12, 7], np.uint32), "got one of another process"),
     (np.zeros(3, np.uint32), r"expected a handle's words, uint32\[2\], got uint32\[3\]"),
     (np.zeros(2, np.float32), r"got float32\[2\]"),

@@ -308,7 +308,7 @@ def test_places_that_do_not_fit_are_refused(two: cg.Workers, one: cg.Workers) ->
   with pytest.raises(cg.GateDefinitionError, match="its objects live in this process"):
     cg.use(worker_functions.value_of, here, 0.0, out=FLOAT, run_on=two)
   for pair in ((here, there), (there, elsewhere)):
-    with pytest.raises(cg.GateDefinitionError, match="that live in one place, got some of"):
+    with pytest.raises(cg.GateDefinitionError, match="of objects in one place, got"):
       cg.use(lambda a, b: a.value, *pair, out=FLOAT)
   with pytest.raises(cg.GateDefinitionError, match="retries: expected nothing"):
     cg.use(worker_functions.value_of, there, 0.0, out=FLOAT, retries=1)

@@ -313,9 +313,9 @@ print(f"{jax.process_count()} ranks {sums.tolist()}\\n", end="", flush=True)
 @pytest.mark.parametrize(
   ("options", "said"),
   [
-    ({"run_on": "thread"}, "run_on: expected one of 'xla', 'own', 'processes'"),
+    ({"run_on": "thread"}, "run_on: expected 'xla', 'own', 'processes'"),
     ({"run_on": None}, "run_on: expected one of"),
-    ({"run_on": "processes", "thread": "own"}, "as thread='own' says, got 'processes'"),
+    ({"run_on": "processes", "thread": "own"}, "because of thread='own', got 'processes'"),
     ({"retries": 1}, "retries: expected run_on="),
     ({"affinity": "lane"}, "affinity: expected run_on="),
     ({"in_flight": 2}, "in_flight: expected run_on="),

@@ -182,7 +182,7 @@ def test_a_function_whose_module_fails_there_is_told(tmp_path: Any) -> None:
   ("how", "said"),
   [
     (signal.SIGSEGV, "ended by SIGSEGV"),
-    (signal.SIGKILL, "ended by SIGKILL, as by the system when memory runs out"),
+    (signal.SIGKILL, "ended by SIGKILL, probably by the system because memory ran out"),
     (0 - 255, "ended with exit code 255"),
   ],
 )
@@ -321,7 +321,7 @@ def test_a_timeout_before_the_function_is_loaded_tells_the_time_that_loading_has
   what = {"kind": 4, "text": ": it had not", "raised": b"", "worker": 1, "pid": 7, "code": 0}
   error = remote.failed({**what, "signal": 9, "said": b"", "arguments": "f32[]"})
   assert isinstance(error, cg.GateTimeoutError)
-  expected = "worker 1 of 2 (process 7) had not loaded the function after 30 s, and was ended"
+  expected = "worker 1 of 2 (process 7) had not loaded the function after 30 s, and was killed"
   assert str(error) == f"gate 'slow' called with f32[]: {expected}"
 
 

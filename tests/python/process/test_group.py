@@ -188,7 +188,8 @@ def test_a_timeout_in_one_process_ends_the_barrier_for_all(group):
   outcomes = group.reports("late")
   late = list(range(1, len(group.ended)))
   expected = (
-    f"callgate.barrier: expected all {len(group.ended)} processes within 0.5 s, got none of {late}"
+    f"callgate.barrier: expected all {len(group.ended)} processes within 0.5 s, but "
+    f"{late} did not arrive"
   )
   check_failure(outcomes, 0, "TimeoutError", expected)
   assert {one[0] for one in group.reports("after_late")} == {"fine"}
@@ -211,4 +212,4 @@ def test_a_process_that_is_gone_is_an_error_in_the_others(group):
       assert "RuntimeError: gone for good" in gone.errors
     else:
       last = len(group.ended) - 1
-      assert result == ["ProcessError", last, "", "has not been heard of for 8 s"]
+      assert result == ["ProcessError", last, "", "has not responded for 8 s"]

@@ -151,7 +151,9 @@ def test_two_that_fail_keep_their_own_and_the_rest_hears_of_the_first(groups):
 def test_a_process_that_ends_without_coming_is_an_error_in_the_others(groups, index):
   groups[index].say_ended(None)
   others = [meet(group) for group in groups if group.index != index]
-  assert [str(error) for error in others] == [f"process {index} ended without coming here"] * 2
+  assert [str(error) for error in others] == [
+    f"process {index} ended without reaching this point"
+  ] * 2
 
 
 def test_a_process_that_came_and_then_ended_is_no_failure(groups):
@@ -177,7 +179,7 @@ def test_a_process_that_falls_silent_is_found_missing(store, monkeypatch):
   try:
     alive[1].leave()  # its thread counts no more
     for error in all_meet([alive[0], alive[2]]):
-      assert str(error) == "process 1 has not been heard of for 3 s"
+      assert str(error) == "process 1 has not responded for 3 s"
   finally:
     for group in alive:
       group.leave()
@@ -187,7 +189,7 @@ def test_a_timeout_names_the_processes_that_are_missing(groups):
   late = meet(groups[1], timeout=0.25)
   assert isinstance(late, TimeoutError)
   assert str(late) == (
-    "callgate.barrier: expected all 3 processes within 0.25 s, got none of [0, 2]"
+    "callgate.barrier: expected all 3 processes within 0.25 s, but [0, 2] did not arrive"
   )
   assert meet(groups[0]).kind == "TimeoutError"
   assert meet(groups[2]).process == 1

@@ -129,7 +129,9 @@ def test_a_wrapper_of_a_gate_takes_none_of_its_core() -> None:
 @pytest.mark.parametrize("kind", ["Gate", "Kernel", "Hold", "Knob", "Thread", "Workers"])
 def test_a_class_that_is_called_names_the_function_that_makes_one(kind: str) -> None:
   for given in ((), (tenth,), (tenth, 1)):
-    with pytest.raises(TypeError, match=rf"callgate\.{kind}: expected a call of callgate\.\w+"):
+    with pytest.raises(
+      TypeError, match=rf"callgate\.{kind}: the class can't be called; use callgate\.\w+"
+    ):
       getattr(cg, kind)(*given)
 
 

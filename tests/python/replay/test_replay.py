@@ -251,7 +251,7 @@ def test_objects_of_the_host_are_not_made_and_their_users_are_answered(
     assert program(5.0) == first
   assert (len(made), replay.left) == (count, 0)
   use = lambda x: cg.use(lambda h: np.float32(h["scale"] * 2), hold(x), out=SCALAR)
-  missing = pytest.raises(cg.ReplayError, match="does not make")
+  missing = pytest.raises(cg.ReplayError, match="doesn't create")
   with cg.replay(path, partial=True), missing, cg.errors():
     jax.block_until_ready(jax.jit(use)(0.0))
 
@@ -294,7 +294,7 @@ def test_a_local_function_is_answered_when_its_model_is_traced_again(tmp_path: P
     assert jax.jit(lambda x: model(x))(3.0) == 6
   with cg.replay(tmp_path / "model.cgr"):
     assert jax.jit(lambda x: model(x, 5))(3.0) == 6  # the recording's
-    with pytest.raises(cg.ReplayError, match="no call but the 1 that were recorded"), cg.errors():
+    with pytest.raises(cg.ReplayError, match="only the 1 recorded calls"), cg.errors():
       jax.jit(lambda x: model(x, 7))(3.0)
   assert asked == [3]
 

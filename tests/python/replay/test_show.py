@@ -113,7 +113,7 @@ def test_the_first_difference_is_shown_and_all_are_counted(
   other = record(tmp_path / "other.cgr", 3, 5, operands=operands)
   assert main(["show", one, "--diff", other]) == 1
   first, count = capsys.readouterr().out.splitlines()
-  what = "int32[] with 4, got 5" if operands == "arrays" else "int32[] of digest "
+  what = "int32[] with 4, got 5" if operands == "arrays" else "int32[] with digest "
   assert first.startswith(f"call 1 of 'show.price': argument 'day': expected {what}"), first
   assert count == "2 of 3 calls differ"  # the next one's operands, too
 

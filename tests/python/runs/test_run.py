@@ -214,7 +214,7 @@ def test_a_summary_is_a_mapping(tmp_path):
     assert dict(run.summary) == {"float32": 0.97, "best": {"step": 3}}
     with pytest.raises(cg.GateDefinitionError, match="run: summary: 'f': expected numbers"):
       run.summary["f"] = lambda: 0
-    with pytest.raises(cg.GateDefinitionError, match="summary: expected a text for each key"):
+    with pytest.raises(cg.GateDefinitionError, match="summary: expected a string"):
       run.summary[3] = 0
   run.summary["after"] = [1, 2]
   assert said(run)["summary"] == {"float32": 0.97, "best": {"step": 3}, "after": [1, 2]}
@@ -281,9 +281,9 @@ def test_what_json_has_not_is_refused_by_its_key(tmp_path):
   deep.append(deep)
   for config, words in (
     ({"a": {"b": [1, object()]}}, r"run: config: 'a.b\[1\]': expected numbers.*got <object"),
-    ({"a": {(1, 2): 3}}, r"run: config: 'a': key \(1, 2\): expected a text for each key"),
-    ({None: 3}, r"run: config: key None: expected a text for each key"),
-    ({"1": 1, 1: 2}, r"run: config: key 1: expected one key of a text, got another '1'"),
+    ({"a": {(1, 2): 3}}, r"run: config: 'a': key \(1, 2\): expected a string"),
+    ({None: 3}, r"run: config: key None: expected a string"),
+    ({"1": 1, 1: 2}, r"run: config: key 1: expected different keys, got '1' twice"),
     ({"deep": deep}, "more than 32 levels"),
     ([1], r"run: config: expected a mapping by name or a dataclass, got \[1\]"),
   ):
@@ -355,7 +355,7 @@ def test_one_run_is_open_at_a_time(tmp_path):
       inner.__enter__()
     with pytest.raises(cg.GateError, match="expected no other run"):
       outer.__enter__()
-  with pytest.raises(cg.GateError, match="expected a new one for each block, got 'outer' again"):
+  with pytest.raises(cg.GateError, match="a run can be entered once, got 'outer' again"):
     outer.__enter__()
   with inner:
     pass

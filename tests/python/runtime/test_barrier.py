@@ -504,7 +504,7 @@ def test_all_backends_arrays_are_waited_for_and_none_is_asked_by_name(
   monkeypatch.setattr(jax, "live_arrays", missing)
   monkeypatch.setattr(jax, "local_devices", missing)
   cg.barrier()
-  with pytest.raises(RuntimeError, match="a test needs JAX's CPU backend; expected 'cpu' among"):
+  with pytest.raises(RuntimeError, match="a test needs JAX's CPU backend; add 'cpu' to"):
     _dispatch.cpu_devices("a test")
 
 

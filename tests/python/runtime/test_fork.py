@@ -178,7 +178,7 @@ if child == 0:
   signal.alarm(20)
   with kinds["stream"]:
     sys.exit(3)
-left["to its end"] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "None"]
+left["was interrupted"] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "None"]
 
 context = multiprocessing.get_context("fork")
 answers = context.SimpleQueue()
@@ -261,7 +261,9 @@ def test_a_child_that_closes_or_drops_the_parents_objects_leaves_them_alone(
 
 def test_a_child_of_a_channels_block_ends(answers: dict[str, Any]) -> None:
   for name, one in answers["left"].items():
-    expected = [7, "None"] if name == "to its end" else [0, "3" if "by exit" in name else "None"]
+    expected = (
+      [7, "None"] if name == "was interrupted" else [0, "3" if "by exit" in name else "None"]
+    )
     assert one == expected, name
 
 

@@ -279,4 +279,4 @@ def test_a_failed_shard_that_nobody_asked_for_is_shown_at_the_end(end: str, code
   assert done.returncode == code, done.stderr
   assert done.stderr.count("ValueError: of the last shard") == 1
   assert "gate 'shy'" in done.stderr
-  assert "integers and booleans, which have no NaN, are 0" in done.stderr
+  assert "integer and bool results, which have no NaN, are 0" in done.stderr

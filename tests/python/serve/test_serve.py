@@ -111,8 +111,8 @@ def test_a_refusal_says_why_and_changes_nothing(server, capsys):
     (["serve free=NaN"], "knob 'serve free': value: expected a number, true or false, got 'NaN'"),
     (["serve one=true"], "knob 'serve one': value: expected a number"),
     (["serve one=much"], "knob 'serve one': value: expected a number, true or false, got 'much'"),
-    (["serve one=2", "serve no=1"], "expected the name of a knob, got 'serve no'; there is"),
-    (["serve one=1", "serve one=2"], "expected a name once, got 'serve one' twice"),
+    (["serve one=2", "serve no=1"], "knob: expected one of "),
+    (["serve one=1", "serve one=2"], "expected each name once, got 'serve one' twice"),
   ]
   for given, words in refusals:
     status, out, error = command(capsys, "set", server.url, *given)
@@ -148,12 +148,15 @@ def test_addresses_that_lead_nowhere_say_what_is_wrong(server, capsys, tmp_path)
     threading.Thread(target=answer, daemon=True).start()
     for address, words in (
       (wrong, "wrong secret"),
-      (uncontrolled.url, "this program offers no control: callgate.serve(control=True) does"),
-      (f"http://127.0.0.1:{free.getsockname()[1]}/x/", "nobody listens there"),
-      (f"http://127.0.0.1:{other.getsockname()[1]}/x/", "expected callgate's page, got b'hello'"),
-      ("http://example.org:80/x/", "expected an address as http://127.0.0.1:PORT/TOKEN/"),
-      ("http://127.0.0.1/x/", "expected an address as"),
-      ("http://127.0.0.1:99999/x/", "expected an address as"),
+      (uncontrolled.url, "control is off; pass callgate.serve(control=True)"),
+      (f"http://127.0.0.1:{free.getsockname()[1]}/x/", "the connection was refused"),
+      (
+        f"http://127.0.0.1:{other.getsockname()[1]}/x/",
+        "expected a page by callgate, got b'hello'",
+      ),
+      ("http://example.org:80/x/", "expected an address such as http://127.0.0.1:PORT/TOKEN/"),
+      ("http://127.0.0.1/x/", "expected an address such as"),
+      ("http://127.0.0.1:99999/x/", "expected an address such as"),
       (tmp_path / "no", "No such file"),
     ):
       for arguments in (["knobs", address], ["set", address, "a=1"], ["stop", address]):

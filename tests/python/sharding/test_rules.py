@@ -69,7 +69,10 @@ def test_an_extent_of_one_under_an_ellipsis_is_broadcast() -> None:
     ("i j -> i j, i", "expected 1 term(s) for 1 result(s), got 2"),
     ("i i -> i i", "operand 0 of shape [4, 3]"),
     ("i j -> j i", "expected one extent for 'j', got 3 at operand 0, dimension 1 and 4"),
-    ("i 1 -> i j", "expected names such as 'i', '[i]' for a whole one, '_' or '...', got '1'"),
+    (
+      "i 1 -> i j",
+      "expected names such as 'i', '[i]' for a dimension that stays whole, '_' or '...', got '1'",
+    ),
     ("i ... -> i ...", "expected '...' once, at the beginning of the term of operand 0"),
   ],
 )
@@ -85,7 +88,7 @@ def test_a_malformed_rule_is_refused_by_name(text: str, said: str) -> None:
 
 
 def test_a_name_twice_in_one_term_is_refused() -> None:
-  with pytest.raises(GateDefinitionError, match="no name twice in the term of operand 0"):
+  with pytest.raises(GateDefinitionError, match="different names in the term of operand 0"):
     parse("i i -> i", [(4, 4)], [(4,)])
 
 

@@ -113,7 +113,7 @@ def test_whole_arrays_come_from_the_rows(
         np.testing.assert_array_equal(whole["d/0"], Y + add)
     with pytest.raises(ValueError, match=r"expected one record of each device"):
       cg.assemble(rows)
-    with pytest.raises(ValueError, match=r"expected shards that make up"):
+    with pytest.raises(ValueError, match=r"expected shards that cover"):
       cg.assemble(row for row in rows if row["run"] == runs[0] and row["device"])
 
 

@@ -77,7 +77,7 @@ def test_parquet_of_two_taps_needs_their_names_in_the_path(tmp_path):
   pytest.importorskip("pyarrow")
   with sinks.Parquet(tmp_path / "a.parquet") as sink:
     sink.write(losses(1))
-    with pytest.raises(sinks.SinkError, match=r"expected the tap 'loss' alone in .*\{name\}"):
+    with pytest.raises(sinks.SinkError, match=r"expected only the tap 'loss' in .*\{name\}"):
       sink.write(grads(1))
 
 

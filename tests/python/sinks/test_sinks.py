@@ -305,5 +305,8 @@ def test_an_object_that_is_no_record_is_refused(make, tmp_path):
 @pytest.mark.parametrize("wrong", [{"name": 3}, {"seq": -1}, {"name": "t\udc80"}, {"lane": "x"}])
 def test_the_info_of_a_record_has_its_types(wrong, tmp_path):
   fields = {"name": "t", "seq": 0, "time_ns": 0, **wrong}
-  with sinks.JSONL(tmp_path / "a") as sink, pytest.raises(sinks.SinkError, match="a TapInfo of te"):
+  with (
+    sinks.JSONL(tmp_path / "a") as sink,
+    pytest.raises(sinks.SinkError, match="a TapInfo with te"),
+  ):
     sink.write([sinks.Record(np.float32(1), sinks.TapInfo(**fields))])

@@ -189,7 +189,7 @@ def test_with_bars_stops_and_checkpoints(tmp_path: Any) -> None:
   ("until", "said"),
   [
     (3, "until: expected a function of the carry, got 3"),
-    (lambda c: c, r"until: expected a bool of shape \(\) of the carry, got int32\[\]"),
+    (lambda c: c, r"until: expected a bool of shape \(\), got int32\[\]"),
     (lambda c: jnp.array([c > 0]), r"got bool\[1\]"),
   ],
 )

@@ -411,7 +411,7 @@ def _outfeed_receiver() -> contextlib.AbstractContextManager[Any]:
 
 _CHANNELS = "this process was forked from one that had channels"
 _THREADS = "this process was forked from one that ran gates on threads of their own"
-_OWN = "callgate made it for a purpose of its own"
+_OWN = "it is internal to callgate"
 _FUNCTION = "other processes don't have its function"
 _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = "callgate keeps the last 64 functions of `cg.call` and `cg.use`"
@@ -422,7 +422,7 @@ _NO_JVP = {"grad": "do not support JVP"}
 _COMPILED = "only checks raise from compiled code"
 _NO_FORK = {"fork": "CUDA's driver works in no fork's child"}
 _OF_CUDA = {"error": _COMPILED, **_NO_RULE, **_NO_FORK}
-_ON_CUDA_ALONE = {**_OF_CUDA, "engine": "expected a program for platform cuda"}
+_ON_CUDA_ALONE = {**_OF_CUDA, "engine": "the kernel has code only for platform cuda"}
 _OF_TRITON = {
   **_ON_CUDA_ALONE,
   "pickle": "cannot pickle '_thread.RLock' object",
@@ -477,7 +477,7 @@ ROWS: dict[str, Row] = {
     refuses={
       "cycle": "the feed's thread keeps the iterator alive",
       "error": "the iterator raises before a program requests the item",
-      "fork": "expected a feed that is made after the fork",
+      "fork": "create the feed after the fork",
       "pickle": "its iterator runs in this process",
     },
   ),
@@ -553,7 +553,7 @@ ROWS: dict[str, Row] = {
     refuses={
       "error": _COMPILED,
       **_NO_RULE,
-      "pickle": "the C function's address is of this process",
+      "pickle": "the C function's address belongs to this process",
     },
   ),
   "numba": Row(_numba, each=False, refuses={"error": _COMPILED, **_NO_RULE}),

@@ -77,7 +77,7 @@ def one_process_has_all_of_its_parts() -> None:
   text = error(P(4, 1), None, local_in_parts=P(2, 2))
   assert "local_in_parts: expected PartitionSpec(4, 1) for array 0" in text
   text = error(P(4, 1), None, local_num_partitions=2)
-  assert text == "sharded_jit: expected 4 local partitions, as there is one process, got 2"
+  assert text == "sharded_jit: expected 4 local partitions, since there is one process, got 2"
 
 
 @case

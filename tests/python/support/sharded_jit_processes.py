@@ -187,7 +187,9 @@ def errors_name_the_numbers() -> None:
   assert "expected 4 local partitions of 8, got 2" in text
   text = error(P(8, 1), None, local_in_parts=P(2, 2))
   assert "local_in_parts: expected PartitionSpec(4, 1) for array 0" in text
-  assert "4 local devices of 8 hold of PartitionSpec(8, 1), got PartitionSpec(2, 2)" in text
+  assert (
+    "the part of PartitionSpec(8, 1) on the 4 local devices of 8, got PartitionSpec(2, 2)" in text
+  )
   text = error(P(8, 1), P(8, 1), local_out_parts=P(1, 4))
   assert "local_out_parts: expected PartitionSpec(4, 1) for array 0" in text
   text = error(P(8, 1), None, x=X[:3])

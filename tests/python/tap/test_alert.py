@@ -207,8 +207,8 @@ def test_a_text_that_is_forgotten_is_told_of_before():
 REFUSED: dict[str, tuple[Any, str]] = {
   "a number": (lambda: cg.alert(1, "x"), "predicate: expected a bool of shape"),
   "an array": (lambda: cg.alert(jnp.ones(2) > 0, "x"), r"predicate: expected.*got bool\[2\]"),
-  "a field without a value": (lambda: cg.alert(True, "{x}"), "arrays for its fields, got '{x}'"),
-  "a format": (lambda: cg.alert(True, "{x:s}", x=1.0), "arrays for its fields"),
+  "a field without a value": (lambda: cg.alert(True, "{x}"), "fields for the arrays, got '{x}'"),
+  "a format": (lambda: cg.alert(True, "{x:s}", x=1.0), "fields for the arrays"),
   "no array": (lambda: cg.alert(True, "{x}", x="a text"), "x: expected an array or a pytree"),
   "no text": (lambda: cg.alert(True, 3), "text: expected a string, got 3"),
   "an f-string": (

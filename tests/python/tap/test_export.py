@@ -172,7 +172,7 @@ program = export.deserialize(bytearray(path.read_bytes()))
 try:
   program.call(np.float32(1))
 except Exception as error:
-  print("sends to the function '__main__.note'" in str(error), "cg.tap(x, 'loss')" in str(error))
+  print("taps to the function '__main__.note'" in str(error), "cg.tap(x, 'loss')" in str(error))
 traced = jax.jit(lambda x: cg.tap(x, note))
 traced(np.float32(2))
 program.call(np.float32(3))

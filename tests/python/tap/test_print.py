@@ -107,7 +107,9 @@ def test_a_field_of_the_options_name_goes_by_position(name, capsys):
 
 def test_a_name_is_what_explain_says():
   assert "tap 'loss'" in str(cg.explain(jax.jit(lambda x: cg.print("{}", x, name="loss")), 1.0))
-  with pytest.raises(cg.GateDefinitionError, match=r"name: expected .* a field \{name\} goes by"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"name: expected .* a field \{name\} by position"
+  ):
     jax.jit(lambda x: cg.print("{name}", name=x))(1.0)
   with pytest.raises(IndexError):
     cg.print("{name}")

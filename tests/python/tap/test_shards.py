@@ -352,7 +352,7 @@ def test_missing_shards_and_foreign_ones_are_told_of() -> None:
   with pytest.raises(ValueError, match="one tap and one lane, got 'other'"):
     cg.assemble([*found, *other])
   (whole,) = records(lambda ch, x: cg.tap(x, ch), X)
-  with pytest.raises(ValueError, match="one record of the whole value"):
+  with pytest.raises(ValueError, match="one record with the whole value"):
     cg.assemble([whole, whole])
 
 
@@ -365,7 +365,7 @@ def test_shards_of_several_executions_or_steps_are_no_value() -> None:
     cg.assemble(twice)
   mixed = [r for r in twice if (r.info.run == runs[0]) == (r.info.device < 4)]
   with pytest.raises(
-    ValueError, match=f"one execution, got those of the runs {runs[0]}, {runs[1]}"
+    ValueError, match=f"one execution, got records of the runs {runs[0]}, {runs[1]}"
   ):
     cg.assemble(mixed)
   np.testing.assert_array_equal(cg.assemble([r for r in twice if r.info.run == runs[1]]), X)

@@ -127,7 +127,7 @@ def test_a_value_without_arrays_is_delivered_as_often_as_any_other(engine):
   cg.tap((), seen.append)
   cg.barrier()
   assert seen[-1] == ()
-  with pytest.raises(cg.GateDefinitionError, match="value: expected an array, without which"):
+  with pytest.raises(cg.GateDefinitionError, match="value: expected an array, since a"):
     cg.tap((), seen.append, effect="dataflow")
 
 

@@ -264,7 +264,7 @@ def test_an_empty_array_and_a_long_one_are_no_trouble(tmp_path):
 def test_too_few_points_are_refused():
   with pytest.raises(ValueError) as error:
     Model(1)
-  assert "expected 2 points a curve or more, got 1" in str(error.value)
+  assert "points: expected at least 2 for each curve, got 1" in str(error.value)
 
 
 # -- feeds -----------------------------------------------------------------------------------------

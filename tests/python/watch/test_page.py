@@ -471,7 +471,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
-  assert f"there is no file '{tmp_path / 'no.cgs'}'" in fails(capsys, tmp_path / "no.cgs")
+  assert f"the file '{tmp_path / 'no.cgs'}' doesn't exist" in fails(capsys, tmp_path / "no.cgs")
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, capsys):

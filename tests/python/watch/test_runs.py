@@ -249,17 +249,17 @@ def test_the_served_page_has_the_folders_runs_and_nothing_else(folder):
       assert not re.search(r"(https?:)?//[a-z]+\.|<script>|\son\w+=|style=", answer.text)
     assert "runs.js" in request(address).text
     for query, status, words in (
-      ("media?run=slow&leaf=loss", 404, "leaf: expected one with images or texts, got 'loss'"),
+      ("media?run=slow&leaf=loss", 404, "leaf: expected a leaf with images or texts, got 'loss'"),
       ("media?run=slow&leaf=words&at=x", 400, "at: expected an integer, got 'x'"),
-      ("media?leaf=words", 400, "run: expected one, got none"),
-      ("curves?run=slow", 400, "leaf: expected one, got none"),
-      ("curves?leaf=loss&run=../slow", 404, "run: expected one of the table's, got '../slow'"),
-      ("run?run=/etc", 404, "run: expected one of the table's, got '/etc'"),
-      ("run?run=slow/..", 404, "run: expected one of the table's"),
+      ("media?leaf=words", 400, "run: expected a value, got none"),
+      ("curves?run=slow", 400, "leaf: expected a value, got none"),
+      ("curves?leaf=loss&run=../slow", 404, "run: expected a run of the table, got '../slow'"),
+      ("run?run=/etc", 404, "run: expected a run of the table, got '/etc'"),
+      ("run?run=slow/..", 404, "run: expected a run of the table"),
       ("curves?leaf=loss&run=slow&points=1", 400, "points: expected 2 to 20000, got 1"),
       ("curves?leaf=loss&" + "&".join(["run=slow"] * 65), 400, "run: expected at most 64, got 65"),
-      ("../run.json", 404, "nothing at"), ("run.json", 404, "nothing at"),
-      ("..%2f..%2fetc%2fpasswd", 404, "nothing at"), ("leaf?id=0", 404, "nothing at"),
+      ("../run.json", 404, "expected a path"), ("run.json", 404, "expected a path"),
+      ("..%2f..%2fetc%2fpasswd", 404, "expected a path"), ("leaf?id=0", 404, "expected a path"),
     ):  # fmt: skip
       answer = request(address, f"api/{query}")
       assert (answer.status, words in answer.value["error"]) == (status, True), query
@@ -303,7 +303,7 @@ def test_several_folders_and_one_run_are_shown_too(folder, tmp_path):
 def test_folders_and_streams_together_are_refused(folder, capsys):
   stream = folder / "slow" / "stream.loss.cgs"
   assert cli.main(["watch", "--port", "0", "--no-browser", str(folder), str(stream)]) == 1
-  assert "expected folders of runs, or streams, got" in capsys.readouterr().err
+  assert "expected only folders of runs, or only streams, got" in capsys.readouterr().err
 
 
 def test_the_page_of_a_stream_shows_a_taps_kind(folder):

@@ -130,7 +130,7 @@ def read(
         symbols.setdefault(extent.symbol, (array.name, axis))
   names = [*arrays, *statics, *symbols]
   if clash := sorted(name for name in names if names.count(name) > 1):
-    raise ValueError(f"'{clash[0]}' stands for two things; rename one")
+    raise ValueError(f"the name '{clash[0]}' is used for two things; rename one")
   known = symbols.keys() | {name for name, kind in statics.items() if kind.limits is not None}
   expressions = [argument.value for argument in arguments if argument.value is not None]
   expressions += [extent for array in arrays.values() for extent in array.dims or ()]
@@ -181,18 +181,18 @@ def _returned(text: str, declaration: Declaration, loop: bool) -> CArgument | No
   where, result = f"'-> {text}':", declaration.result
   if result.dtype is None and not result.pointer:
     if text:
-      raise ValueError(f"{where} '{declaration}' returns nothing; expected no '->'")
+      raise ValueError(f"{where} '{declaration}' returns nothing; remove the '->'")
     return None
   if text in ("status", "info", "ignored"):
     if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
-      raise ValueError(f"{where} expected a function of an integer")
+      raise ValueError(f"{where} expected a function that returns an integer")
     return CArgument(text, Role[text.upper()])
   text = text or ("out result" if loop else "")
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
   if out is None or result.pointer:
-    start = f"'-> {text}': expected" if text else "expected at its end"
+    start = f"'-> {text}': expected" if text else "expected at the end"
     ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
-    raise ValueError(f"{start} what becomes of what '{declaration}' returns: {ways}")
+    raise ValueError(f"{start} a use of the value that '{declaration}' returns: {ways}")
   return CArgument(text, Role.OUT, out[1], None if loop else ())
 
 
@@ -204,19 +204,19 @@ def _check(argument: CArgument, kind: CType, loop: bool) -> None:
   if loop and whole:
     expected = "x, out x, static x or a value: a loop passes single elements"
   elif role in _WRITTEN and (not kind.pointer or kind.const or kind.opaque):
-    expected = "a parameter of C that points to what it writes"
+    expected = "a pointer to numbers that are not const"
   elif role in (Role.COPY, Role.ADDRESS, Role.NULL) and not kind.pointer:
-    expected = "a pointer in C"
+    expected = "a pointer"
   elif role is Role.IN and not kind.pointer and argument.dims:
     expected = "no extents, since C takes one value"
   elif role in (Role.IN, Role.COPY) and kind.opaque:
     expected = "NULL or a name of pointers=, since no array has such elements"
   elif role in (Role.STATIC, Role.VALUE) and kind.dtype is None:
-    expected = "a parameter of C that is a number, or points to one"
+    expected = "a number, or a pointer to one"
   elif loop and role in (Role.IN, Role.OUT) and kind.dtype is None:
-    expected = "a parameter of C with a type of elements"
+    expected = "a parameter with an element type"
   elif role in (Role.INFO, Role.STATUS) and kind.limits is None:
-    expected = "a parameter of C that points to an integer"
+    expected = "a pointer to an integer"
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
   if expected:

@@ -151,7 +151,7 @@ def _columns_first(label: str, order: Any, arrays: Mapping[str, arguments.Array]
   by_name = isinstance(order, Mapping)
   orders = check.named(label, "order", order) if by_name else dict.fromkeys(arrays, order)
   if not all(isinstance(o, str) and o in ("C", "F") and key in arrays for key, o in orders.items()):
-    expected = f"'C' or 'F', or these by names of {', '.join(arrays)}"
+    expected = f"'C' or 'F', or a mapping from names ({', '.join(arrays)}) to these"
     raise GateDefinitionError(f"{label}: order: expected {expected}; got {order!r}")
   return frozenset(key for key, value in orders.items() if value == "F")
 
@@ -173,7 +173,7 @@ class CKernel(CpuKernel):
   """A kernel that calls a C function; see `callgate.cfunc`."""
 
   travels = False
-  why_not = "the C function's address is of this process"
+  why_not = "the C function's address belongs to this process"
 
   def __init__(
     self,
@@ -237,7 +237,7 @@ class CKernel(CpuKernel):
       try:
         dtypes[array.name] = dtype_named(name)
       except TypeError:
-        problem = f"a program calls a variant for '{name}', which is no dtype"
+        problem = f"a program calls a variant for '{name}', which is not a dtype"
         raise GateDefinitionError(f"{self.label}: {problem}") from None
     text = self._glue.source(self.signature, dtypes)
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
@@ -322,7 +322,7 @@ class CKernel(CpuKernel):
       if own is not None and self._is_open(self._binding.arrays[name]):
         kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
         if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
-          converted = f"{own.name} or what C converts to it without loss of kind"
+          converted = f"{own.name} or a dtype that C converts to it without changing its kind"
           refuse(what, name, struct, converted)
     if self.loop:
       shape = self._broadcast(structs)
@@ -347,5 +347,5 @@ class CKernel(CpuKernel):
         raise GateDefinitionError(f"{where}: expected a size of 0 or more, got {number}")
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
-        raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
+        raise GateDefinitionError(f"{where} is {number}, which C's '{kind.text}' can't hold")
     return self.variant(self.variant_key(operands, results, site.static))  # compiles last

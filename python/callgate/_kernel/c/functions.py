@@ -59,10 +59,10 @@ def resolve(function: Any, signature: str | None) -> CFunction:
     declaration = given
   elif is_int(function):
     expected = "signature=, a C declaration such as 'double norm(int n, const double *x)'"
-    fault = "an address says nothing of the function's type"
-    raise GateDefinitionError(f"cfunc: {fault}; expected {expected}")
+    fault = "an address doesn't tell the function's type"
+    raise GateDefinitionError(f"cfunc: {fault}; pass {expected}")
   else:
-    kinds = "a C function (from ctypes or cffi, a capsule of Cython's, an address with signature=)"
+    kinds = "a C function (from ctypes or cffi, a Cython capsule, or an address with signature=)"
     raise GateDefinitionError(f"cfunc: expected {kinds}, got {type(function).__name__}")
   address = address_of("cfunc", declaration.name, function)
   if address == 0:
@@ -102,8 +102,8 @@ def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   if given is not None:
     return given._replace(name=given.name or name)
   if function.argtypes is None:
-    expected = "expected its argtypes and restype to be set, or signature=, a C declaration"
-    raise GateDefinitionError(f"cfunc: ctypes' '{name}' doesn't say what it takes; {expected}")
+    expected = "set its argtypes and restype, or pass signature=, a C declaration"
+    raise GateDefinitionError(f"cfunc: ctypes' '{name}' doesn't declare its arguments; {expected}")
   types = [CParameter(_ctypes_type(name, kind)) for kind in function.argtypes]
   return Declaration(name, _ctypes_type(name, function.restype), tuple(types))
 
@@ -125,8 +125,11 @@ def _ctypes_type(name: str, kind: Any) -> CType:
       return CType(f"{kind.__name__} *", pointer=True, opaque=True)
   known = (_NUMBERS | _POINTERS).get(code) if isinstance(code, str) else None
   if known is None:
-    got = f"{getattr(kind, '__name__', kind)}; pass pointers to it as POINTER(...), by pointers="
-    raise GateDefinitionError(f"cfunc: '{name}': expected types that arrays can have, got {got}")
+    got = (
+      f"{getattr(kind, '__name__', kind)}; declare a pointer (POINTER(...)) and pass it by "
+      "pointers="
+    )
+    raise GateDefinitionError(f"cfunc: '{name}': expected types of array elements, got {got}")
   return _spelled(f"{known.format(8 * ctypes.sizeof(kind))}{star}")
 
 
@@ -152,6 +155,6 @@ def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
   if given is not None:
     return given._replace(name=given.name or name)
   if kind.ellipsis:
-    raise GateDefinitionError(f"cfunc: '{kind.cname}': functions with '...' can't be called")
+    raise GateDefinitionError(f"cfunc: '{kind.cname}': variadic functions ('...') can't be called")
   types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)
   return Declaration(name, _spelled(kind.result.cname), types)

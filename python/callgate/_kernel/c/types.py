@@ -105,12 +105,13 @@ def parse(text: str) -> Declaration:
   opening = text.find("(")
   if opening < 0 or not text.endswith(")"):
     raise GateDefinitionError(
-      f"expected a C declaration such as 'double norm(int n, const double *x)', got {text!r}"
+      "signature: expected a C declaration such as 'double norm(int n, const double *x)', got "
+      f"{text!r}"
     )
   result = _parameter(text[:opening].strip())
   inside = split_arguments(text[opening + 1 : -1])
   if "..." in inside:
-    raise GateDefinitionError(f"{text!r}: functions with '...' can't be called")
+    raise GateDefinitionError(f"{text!r}: variadic functions ('...') can't be called")
   parameters = () if inside == ["void"] else tuple(map(_parameter, inside))
   return Declaration(result.name, result.type, parameters)
 
@@ -132,14 +133,14 @@ def _parameter(text: str) -> CParameter:
     else:
       name = word
   if not kinds or re.search(r"[^\w\s*\[\]]", text):
-    raise GateDefinitionError(f"expected a C type, got {text!r}")
+    raise GateDefinitionError(f"signature: expected a C type, got {text!r}")
   spelled = bare.strip().removesuffix(name).strip() + (" *" if is_array else "")
   kind = " ".join(kinds)
   dtype = _dtype(kind)
   if dtype is not None and "__pyx" in kind:  # its C text
     spelled = spelled.replace(kind, _c_name(dtype).replace("_C", "c"))
   if stars == 0 and dtype is None and kind != "void":
-    fault = "no array has elements of that type, so it can't be passed or returned by value"
+    fault = "arrays can't have elements of that type, so it can't be passed or returned by value"
     kinds = "a number (char to long long, float, double, complex, bool) or a pointer"
     raise GateDefinitionError(f"{spelled!r}: {fault}; expected {kinds}")
   opaque, const = stars > 1 or (dtype is None and kind != "void"), "const" in words and stars < 2

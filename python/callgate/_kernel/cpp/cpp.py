@@ -92,7 +92,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   cuda_source, cuda_kernel = options.cuda_source, options.cuda_kernel
   build_options = options.building()
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
-    problem = "expected with cuda_source= alone, got one without it"
+    problem = "expected only with cuda_source=, got one without it"
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
   made = CppKernel(options.named(known.name), source, function, build_options, options)
   building = part.BuildOptions(
@@ -155,7 +155,7 @@ class CppKernel(CpuKernel):
     function = self._build(self.label, f"<{', '.join(arguments)}>")
     for read, real in zip(self.signature, function.parameters, strict=True):
       if read.kind is not real.kind:
-        why = "which in a template callgate has to know before it is compiled"
+        why = "because callgate reads a template's parameters before it is compiled"
         expected = f"expected its type written as cg::{real.kind.cpp}<...>, {why}"
         raise GateDefinitionError(f"{self.label}: parameter '{read.name}': {expected}")
     return function

@@ -30,11 +30,11 @@ _ELEMENTWISE = {"loop_prep", "after_loop", "options", "reduce_dims"}
 def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
   """Returns the source of a RawKernel or RawModule, and the kernel's name in it."""
   faults = {
-    "a kernel with its source, got one without: pass a RawModule that was made of code=, with the "
-    'function\'s name: callgate.cupy(module, "name", ...), rather than what module.get_function() '
-    "gives or a compiled file": kernel.file_path is not None or not kernel.code,
+    'a kernel with its source, got one without; use callgate.cupy(module, "name", ...) with a '
+    "RawModule made from code=": kernel.file_path is not None or not kernel.code,
     f"backend='nvrtc', got '{kernel.backend}'": kernel.backend != "nvrtc",
-    "a kernel without enable_cooperative_groups, whose cooperative launch callgate doesn't have":
+    "a kernel without enable_cooperative_groups, since callgate doesn't support cooperative "
+    "launches":
       kernel.enable_cooperative_groups,
   }  # fmt: skip
   names = ", ".join(getattr(kernel, "name_expressions", None) or ())
@@ -121,13 +121,13 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
     given = [n for n in refused if getattr(options, n) != getattr(CupyOptions(), n)]
     if given := given + ["function"] * (function is not None):
-      fault = f"expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
+      fault = f"expected no {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       raise GateDefinitionError(f"{what}: {fault}")
     return _elementwise(kernel, options.named(kernel.name), options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     got = type(kernel).__name__
     if isinstance(kernel, module.ReductionKernel):
-      got += "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
+      got += "; use callgate.gate(arrays='cupy') to call a ReductionKernel"
     kinds = "a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel"
     raise GateDefinitionError(f"{what}: expected {kinds}, got {got}")
   if options.grid is None or options.block is None or options.jvp is not None:
@@ -137,7 +137,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   given = cast("Sequence[str]", kernel.options)
   for option in given:
     if _REFUSED.match(option):
-      fault = f"expected options of one unit, got '{option}', which needs a linker"
+      fault = f"expected compiler options that need no linker, got '{option}'"
       raise GateDefinitionError(f"{what}: {fault}")
     if "CUPY_USE_JITIFY" in option:
       raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")

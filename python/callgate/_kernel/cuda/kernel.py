@@ -66,9 +66,9 @@ def evaluated(label: str, option: str, given: Any, call: CudaCall) -> Any:
       signature.bind(*call.operands, **static)
   except TypeError as error:
     expected = f"expected a function of the call's {len(call.operands)} array(s)"
-    names = f", and of static values by their names ({', '.join(call.static)})"
+    names = f", and of the static values ({', '.join(call.static)}) by name"
     told = f"{label}: {option}: {expected}{names if call.static else ''}; got one that can't"
-    raise GateDefinitionError(f"{told} be called so: {error}") from None
+    raise GateDefinitionError(f"{told} be called with them: {error}") from None
   return given(*call.operands, **static)
 
 
@@ -126,7 +126,7 @@ class NamedKernel(CudaKernel):
         raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
       if before_last:
         fault = f"'{name}' is left open before '{arrays[-1]}', which got an array"
-        hint = "results go to the last parameters, or to those that outputs= names"
+        hint = "pass it, or name the results' parameters with outputs="
         raise GateDefinitionError(f"{self.label}: parameter {fault}; {hint}")
     static = {name: value for name, value in given.items() if name not in arrays}
     types = [f"{n}={v.dtype.name}" for n, v in static.items() if isinstance(v, np.generic)]

@@ -52,8 +52,10 @@ class NumbaCudaKernel(NamedKernel):
       )  # fmt: skip
     have = [len(p.data) for p in parameters]
     for declared in (declared for _, declared, _ in built if declared != have):
-      fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"
-      raise CompileError(f"{self.label}: {fault}; callgate doesn't know this numba-cuda", "")
+      fault = f"expected a kernel by Numba with parameters of {have} bytes, got {declared}"
+      raise CompileError(
+        f"{self.label}: {fault}; callgate doesn't support this version of numba-cuda", ""
+      )
     grid, block, dynamic = (
       evaluated(self.label, option, getattr(given, option), call)
       for option in ("griddim", "blockdim", "sharedmem")

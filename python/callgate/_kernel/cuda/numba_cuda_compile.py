@@ -33,14 +33,14 @@ from callgate._kernel.launch import LaunchParameter
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
 _REFUSED_CODE = {
   "cudaCGGetIntrinsicHandle|cudaCGSynchronize":
-    "without cuda.cg.this_grid(), whose cooperative launch callgate doesn't have",
+    "without cuda.cg.this_grid(), since callgate doesn't support cooperative launches",
   r"\.extern\s+\.func[^;]*\bNRT_":
-    "that makes no arrays on the heap, for which Numba needs a runtime of its own on the device; "
-    "cuda.local.array and cuda.shared.array make others",
+    "that makes no arrays on the heap, which need Numba's runtime on the device; use "
+"cuda.local.array or cuda.shared.array",
 }  # fmt: skip
 _REFUSED = {
   "device": "that is launched, got a device function (@cuda.jit(device=True))",
-  "debug": "without debug=True, whose errors Numba's own launcher reads back",
+  "debug": "without debug=True, whose errors only Numba's own launcher reads back",
   "extensions": "without extensions=, which convert arguments at each launch",
 }
 
@@ -48,7 +48,7 @@ _REFUSED = {
 def check(label: str, function: Any) -> None:
   """Raises for values that are no Numba kernel, or kernels that a program can't launch."""
   if not isinstance(function, cuda.dispatcher.CUDADispatcher):
-    expected = "expected a kernel that @numba.cuda.jit has made"
+    expected = "expected a kernel of @numba.cuda.jit"
     raise GateDefinitionError(f"{label}: {expected}, got {function!r}")
   for option, why in _REFUSED.items():
     if function.targetoptions.get(option):
@@ -71,7 +71,7 @@ def scalar_type(label: str, name: str, value: Any) -> Any:
   if isinstance(value, (bool, int, float, complex, np.generic)):
     return from_dtype(np.asarray(value).dtype)
   expected = f"parameter '{name}': expected an array or a number, got {value!r}"
-  hint = "constants are globals or closure variables of the function"
+  hint = "use a global or closure variable of the function for a constant"
   raise GateDefinitionError(f"{label}: {expected}; {hint}")
 
 
@@ -84,7 +84,7 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
     if len(signature) == len(own) and all(map(_accepts, signature, own)):
       return [a if hasattr(a, "ndim") else d for a, d in zip(own, signature, strict=True)]
   known = "; ".join(str(tuple(s)) for s in function.signatures)
-  expected = f"expected arguments of a signature that @cuda.jit was given ({known})"
+  expected = f"expected arguments that match a signature of @cuda.jit ({known})"
   raise GateDefinitionError(f"{label}: {expected}, got {own}")
 
 

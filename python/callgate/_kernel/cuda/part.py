@@ -89,7 +89,7 @@ class SourcePart(CudaPart):
     for what, kinds, arrays in sides:
       side = self.function.parameters.of(kinds)
       if len(side) != len(arrays):
-        names = f"({', '.join(p.name for p in side)}), as the CUDA source has them"
+        names = f"({', '.join(p.name for p in side)}) as in the CUDA source"
         expected = f"expected {len(side)} {what} {names}"
         raise GateDefinitionError(f"{self.label}: {expected}, got {len(arrays)}")
       found += zip(side, arrays, strict=True)
@@ -107,7 +107,9 @@ class SourcePart(CudaPart):
     (x, y, z), block, shared, cluster = checked(label, *options)
     if call.batch is not None:
       if z != 1:
-        check.refuse(label, "vmap='grid'", "a grid whose z is 1, for the lanes", (x, y, z))
+        check.refuse(
+          label, "vmap='grid'", "a grid with z = 1, since vmap uses z for the lanes", (x, y, z)
+        )
       z = call.batch
     if call.results and all(0 in r.shape for r in call.results):  # nothing to write
       x = 0
@@ -139,7 +141,7 @@ class SourcePart(CudaPart):
   def _number(self, parameter: Parameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
     if name not in call.static:
-      got = f"got {', '.join(call.static) or 'none'}; declare it as a pointer for an array"
+      got = f"got {', '.join(call.static) or 'none'}; declare it as a pointer to pass an array"
       number = f"'{name}', a number by value: expected a static value of that name"
       raise GateDefinitionError(f"{what} {number}, {got}")
     dtype = parameter.dtype
@@ -148,7 +150,9 @@ class SourcePart(CudaPart):
     if dtype is None and element in call.static:
       dtype = dtype_named(call.static[element])
     if dtype is None:
-      fault = f"no array and no keyword tells the type '{element}'"
+      fault = (
+        f"the type '{element}' is unknown; pass {element}= by keyword, or an array of that type"
+      )
       raise GateDefinitionError(f"{what} '{name}': {fault}")
     frozen = static_values.number(self.label, name, call.static[name], dtype, what="argument")
     return Argument.scalar(frozen.value, dtype)

@@ -129,7 +129,7 @@ class TritonKernel(NamedKernel):
     """Returns the launch of compiled code; `meta` has all arguments, constants and options."""
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
-      fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
+      fault = f"expected the same launch for all of arch=, got {sorted(same)}; pass one"
       raise CompileError(f"{self.label}: {fault}", "")
     ((entry, threads, cluster, _),) = same
     grid, zeroed = self._options.grid, self._options.zeroed_outputs

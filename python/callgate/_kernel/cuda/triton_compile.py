@@ -152,14 +152,16 @@ def compile_for(
       raise CompileError(f"{label}: {what}: {text}", text) from error
   metadata = made.metadata
   if getattr(metadata, "launch_cooperative_grid", False):
-    fault = "expected a kernel without launch_cooperative_grid, which callgate doesn't have"
+    fault = "expected a kernel without launch_cooperative_grid, which callgate doesn't support"
     raise GateDefinitionError(f"{label}: {fault}")
   declared = entries(made.asm["ptx"]).get(metadata.name)
   sizes = None if declared is None else [size for size, _ in declared]
   wanted = [8 if a.type[0] == "*" else a.dtype.itemsize for a in passed(arguments)]
   if sizes not in [wanted + [8] * more for more in range(3)]:
-    fault = f"expected that Triton {triton.__version__} makes a kernel with parameters of {wanted}"
-    more = f"bytes and at most two pointers more, got {sizes}; callgate doesn't know this version"
+    fault = f"expected a kernel by Triton {triton.__version__} with parameters of {wanted}"
+    more = (
+      f"bytes and at most two more pointers, got {sizes}; callgate doesn't support this version"
+    )
     raise CompileError(f"{label}: {fault} {more}", "")
   cluster = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
   x, y, z = map(int, cluster)
@@ -217,15 +219,19 @@ def candidates(
       finally:
         kernel.nargs = None
   if not configs:
-    raise GateDefinitionError(f"{label}: expected that pruning leaves a configuration, got none")
+    raise GateDefinitionError(
+      f"{label}: expected at least one configuration after pruning, got none"
+    )
   found: list[Settings] = []
   for config in configs:
     if config.pre_hook is not None:
-      why = "which is Python that would run before each launch"
-      expected = "expected none. zeroed_outputs= sets results to zero"
-      raise GateDefinitionError(f"{label}: got a triton.Config with pre_hook, {why}; {expected}")
+      why = "a Python function that would run before each launch"
+      expected = "use zeroed_outputs= to set results to zero"
+      raise GateDefinitionError(
+        f"{label}: expected a triton.Config without pre_hook, {why}; {expected}"
+      )
     if twice := ", ".join(sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))):
-      fault = f"expected {twice} once, got both @triton.autotune's and the call's"
+      fault = f"expected {twice} from @triton.autotune or from the call, got both"
       raise GateDefinitionError(f"{label}: {fault}")
     found += candidates(label, kernel.fn, arguments, {**settings, **config.all_kwargs()})
   return found
@@ -252,13 +258,15 @@ def chosen(
     if isinstance(best, int) and 0 <= best < len(found):
       return found[best]
   if measure is None:
-    tried = f"no device to try the {len(found)} configurations of @triton.autotune on"
-    _LOG.warning("%s: %s; taking the first: %s", label, tried, found[0])
+    tried = f"no device to measure the {len(found)} configurations of @triton.autotune"
+    _LOG.warning("%s: %s; using the first: %s", label, tried, found[0])
     return found[0]
   times = [measure(settings) for settings in found]
   best = times.index(min(times))
   if times[best] == float("inf"):
-    raise GateDefinitionError(f"{label}: expected a configuration that runs, got none that does")
+    raise GateDefinitionError(
+      f"{label}: expected a configuration that runs, but all of them failed"
+    )
   finite = [None if seconds == float("inf") else seconds for seconds in times]
   with contextlib.suppress(OSError):
     content = json.dumps({"chosen": best, "seconds": finite}).encode()

@@ -68,10 +68,10 @@ def _check_names(label: str, code: Code, jvp: str) -> None:
   for param in params:
     tangent, given = f"d{param.name}", f"d{param.name}" in have
     faults = {
-      f"'{tangent}' is the tangent of '{param.name}' here; expected no parameter of that name":
+      f"'{tangent}' is the tangent of '{param.name}'; rename the parameter '{tangent}'":
         tangent in names,
-      f"'{param.name}' is raw, so that one element's tangent says too little; expected no "
-      "derivative with respect to it, or a rule given to defjvp or defvjp":
+      f"'{param.name}' is raw, so jvp= can't use the tangent of a single element; drop "
+f"'{tangent}', or use defjvp or defvjp":
         param.raw and given,
       f"expected a statement for each result, such as '{tangent} = ...;', got none for "
       f"'{param.name}'":
@@ -124,13 +124,13 @@ def by_expression(
   name, dtype = kernel.user_code.inputs[index].name, primals[index].dtype
   if index not in kernel.derivatives:
     fault = f"differentiated with respect to '{name}', which is raw"
-    expected = "a derivative in the other arguments alone, or a rule given to defjvp or defvjp"
+    expected = "derivatives only in the other arguments; use defjvp or defvjp for this one"
     raise GateDefinitionError(f"{kernel.label}: {fault}; expected {expected}")
   for result in results:
     # Such a derivative is linear in the tangent's real and imaginary parts, but is no factor.
     if is_complex(dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
-      only = f"takes derivatives of complex results with respect to complex '{name}'"
-      got = f"got a result of {result.dtype.name}; give a rule to defjvp"
+      only = f"supports only complex results for the complex argument '{name}'"
+      got = f"got a result of {result.dtype.name}; use defjvp"
       raise GateDefinitionError(f"{kernel.label}: jvp= {only}, {got}")
   derivative: Derivative = kernel.derivatives[index]
   given = [*(primals[i] for i in derivative.inputs), *(results[i] for i in derivative.outputs)]
@@ -147,8 +147,8 @@ def by_differences(
   """Returns central differences of each element, with the step of `_call/derivatives.py`."""
   param, x = kernel.user_code.inputs[index], primals[index]
   if param.raw or not jnp.issubdtype(x.dtype, jnp.floating):
-    only = "takes derivatives with respect to real arguments that are not raw"
-    fault = f"gradient='finite-difference' {only}; give a rule to defjvp or defvjp"
+    only = "supports only real arguments that are not raw"
+    fault = f"gradient='finite-difference' {only}; use defjvp or defvjp"
     raise GateDefinitionError(f"{kernel.label}: argument '{param.name}': {fault}")
   step = float(jnp.finfo(x.dtype).eps) ** (1 / 3) * jnp.maximum(1, jnp.abs(x))
   up, down = x + step.astype(x.dtype), x - step.astype(x.dtype)

@@ -41,9 +41,9 @@ _FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 # Complex products and quotients use the plain formulas, as in XLA.
 _COMPLEX_FLAGS = ("-fcx-fortran-rules",)
 _LINEAR = (
-  "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
-  "differences, and products and quotients with numbers; a tangent that is nowhere is written 0, "
-  "and a variable that holds one is declared auto"
+  "\njvp= is compiled with a type for tangents `dx` that supports only linear operations: sums, "
+  "differences, and products and quotients with numbers. Write a zero tangent as 0, and declare "
+  "variables that hold tangents with auto"
 )
 
 
@@ -123,13 +123,13 @@ def elementwise(
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
   if not outputs:
-    raise GateDefinitionError(f"{label}: out_params: expected one result or more, got none")
+    raise GateDefinitionError(f"{label}: out_params: expected at least one result, got none")
   names = [p.name for p in (*inputs, *outputs)]
   for twice in (name for name in names if names.count(name) > 1):
-    raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
+    raise GateDefinitionError(f"{label}: expected different names, got '{twice}' twice")
   for position in options.aliases or ():
     if 0 <= position < len(inputs) and inputs[position].raw:
-      why = "so that elements would read what others have written; expected an argument that is not"
+      why = "so elements would read the results of other elements; use an argument that is not raw"
       raise GateDefinitionError(f"{label}: aliases: '{inputs[position].name}' is raw, {why}")
   around = (options.preamble, options.loop_prep, options.after_loop)
   code = Code(inputs, outputs, operation, *around)
@@ -301,9 +301,9 @@ def _coefficients(
 
   def refuse(primals: Any, tangents: Any) -> Any:
     del primals, tangents
-    fault = "jvp= gives the first derivative, and this one is a derivative of it"
-    like = "a JAX function of the same arguments, from which the higher derivatives come"
-    raise GateDefinitionError(f"{label}: {fault}; expected like= as well: {like}")
+    fault = "jvp= defines only the first derivative"
+    like = "a JAX function of the same arguments, for higher derivatives"
+    raise GateDefinitionError(f"{label}: {fault}; pass like= as well, {like}")
 
   if like is None:
     made.set_jvp(refuse)
@@ -332,11 +332,11 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   if names := ", ".join(repr(p.name) for p in code.mapped):
     shape = f"the results have the shape to which {names} broadcast"
-    expected = "expected size= where all arguments are raw"
+    expected = "pass size= only if all arguments are raw"
     raise GateDefinitionError(f"{label}: got size={size!r}, but {shape}; {expected}")
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(is_open(e) or (isinstance(e, (int, np.integer)) and e >= 0) for e in extents):
     got = "none" if size is None else repr(size)
-    expected = "expected size=, an integer or a shape, which no argument gives"
+    expected = "expected size=, an integer or a shape, since no argument has the results' shape"
     raise GateDefinitionError(f"{label}: {expected}; got {got}")
   return tuple(e if is_open(e) else int(e) for e in extents)

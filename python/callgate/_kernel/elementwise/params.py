@@ -18,7 +18,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.masked import shown
 
 Bindings = Mapping[str, np.dtype[Any]]  # from a letter to its dtype in a call
-_PACKED = "{} has several elements in a byte, which kernels don't take"
+_PACKED = "{} has several elements in a byte, which kernels don't support"
 _LETTER = re.compile(r"[A-Z][0-9]*")
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 # Types with different sizes in C and NumPy.
@@ -75,17 +75,17 @@ def _fault(option: str, words: list[str]) -> str | None:
   reserved = name in _KEYWORDS.split()
   if reserved or not _NAME.fullmatch(name):
     what = "a name of letters, digits and underscores that begins with a letter"
-    why = "is a word of C++'s own" if reserved else "is no such name"
+    why = "is a C++ keyword" if reserved else "is not one"
     return f"expected {what}; '{name}' {why}"
   if name in ("i", "n"):
     return "expected another name: 'i' is the element's index and 'n' their number"
   if "raw" in qualifiers and option == "out_params":
     why = "each result's element is written at its own index"
-    return f"expected no raw result: {why}; callgate.cpp makes kernels that write anywhere"
+    return f"expected no raw result: {why}; use callgate.cpp to write anywhere"
   if is_letter(kind):
     return None
   if kind in _UNCLEAR:
-    return f"'{kind}' may be meant as {_UNCLEAR[kind]}; expected those"
+    return f"'{kind}' is ambiguous; use {_UNCLEAR[kind]}"
   try:
     dtype_code(dtype_named(kind))
   except (TypeError, GateDefinitionError):
@@ -170,4 +170,4 @@ def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
   try:
     return jnp.asarray(static_values.in_dtype(value, dtype))
   except GateDefinitionError:
-    raise GateDefinitionError(f"{what}, which doesn't hold {text}") from None
+    raise GateDefinitionError(f"{what}, which can't hold {text}") from None

@@ -64,7 +64,7 @@ class Code:
     bound = bind(label, self.inputs, operands, given)
     for letter in (n for n in self.letters if n not in bound):
       user = next((p.name for p in self.outputs if p.type == letter), letter)
-      expected = f"expected it by keyword, such as {letter}='float32'"
+      expected = f"pass it by keyword, such as {letter}='float32'"
       fault = f"the type {letter} of '{user}' is unknown, since no argument has it"
       raise GateDefinitionError(f"{label}: {fault}; {expected}")
     return bound

@@ -90,7 +90,7 @@ def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
   function.__qualname__ = f"{source.__qualname__}_{name}"
   dispatcher: Any = numba.njit(**request.options)(function)
   if not isinstance(dispatcher, Dispatcher):
-    fault = "expected Numba's compiler, which NUMBA_DISABLE_JIT switches off; got none"
+    fault = "Numba's compiler is off; unset NUMBA_DISABLE_JIT"
     raise GateDefinitionError(f"{request.label}: {fault}")
   _compile(request, argument_types, lambda: dispatcher.compile(argument_types))
   compiled = dispatcher.overloads[argument_types]
@@ -175,7 +175,7 @@ def _stores(request: Request, returned: Any) -> list[Any]:
     castable = have is not None and np.can_cast(have[0], dtype, "same_kind")
     if not ranks_fit or not (have == (dtype, rank) or (castable and request.cast)):
       shown = type if have is None else f"{have[0].name} of rank {have[1]}"
-      hint = "; results are never cast silently: see cast=True" if ranks_fit and castable else ""
+      hint = "; pass cast=True to cast results" if ranks_fit and castable else ""
       expected = f"expected {dtype.name} of rank {rank}"
       fault = f"result {index}: {expected}, but {what} {shown}{hint}"
       raise GateDefinitionError(f"{request.label}: {fault}")

@@ -155,17 +155,17 @@ class NumbaKernel(CpuKernel):
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       _options.refuse(label, "fn", "a Python function, an @njit function or a @cfunc", function)
     if made and given:
-      fault = f"got {', '.join(sorted(given))} for a function that Numba's decorator has made"
-      raise GateDefinitionError(f"{label}: {fault}; expected them there")
+      fault = f"got {', '.join(sorted(given))} for a function with Numba's decorator"
+      raise GateDefinitionError(f"{label}: {fault}; pass them to the decorator")
     self.function, self._style, self._cast = source, options.style, options.cast
     self.options, self._pointers = made or (given, None)  # options of Numba's compiler
     self._given = list(inspect.signature(source).parameters.values())
     super().__init__(options.name or registry.unique_name(source), None, options)
     if self._pointers is not None and self._style == "return":
-      fault = "style: a @cfunc writes through pointers ('inplace')"
+      fault = "style: expected 'inplace' for a @cfunc, which writes through pointers"
       raise GateDefinitionError(f"{self.label}: {fault}")
     if any(p.kind is p.VAR_KEYWORD for p in self._given):
-      fault = "expected named parameters, got **keywords, which Numba doesn't have"
+      fault = "expected named parameters, got **keywords, which Numba doesn't support"
       raise GateDefinitionError(f"{self.label}: {fault}")
     # The number of leading parameters for results is unknown before the first call.
     open_ = self._pointers is None and self._style is None
@@ -190,10 +190,10 @@ class NumbaKernel(CpuKernel):
     lead = self._guessed_lead if others else lead
     if possible:
       return lead
-    where = f"after {lead} for the results" if lead else "for what it returns its results of"
+    where = f"after {lead} for the results" if lead else "(it returns its results)"
     names = ", ".join(p.name for p in positional)
-    wanted = f"{operands} arguments {where}; static values are given by keyword"
-    fault = f"'{self.function.__name__}' has the parameters ({names}), not one for each of"
+    wanted = f"{operands} arguments {where}; static values are passed by keyword"
+    fault = f"'{self.function.__name__}' has the parameters ({names}); expected one for each of"
     raise GateDefinitionError(f"{self.label}: {fault} {wanted}")
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
@@ -256,7 +256,7 @@ class NumbaKernel(CpuKernel):
         kind = "argument" if index < len(structs) else "result"
         at = index if index < len(structs) else index - len(structs)
         what = registry.of(self.name, site.spec, kind, at)
-        expected = f"expected a dtype that Numba has on the CPU ({_DTYPES})"
+        expected = f"expected a dtype that Numba supports on the CPU ({_DTYPES})"
         got = f"got {dtype.name}; convert it with astype"
         raise GateDefinitionError(f"{self.label}: {what}: {expected}, {got}")
     super().check_call(site, structs)

@@ -78,7 +78,7 @@ def kernel(function: Any, /, *, options: PeerOptions) -> Kernel:
     return Kernel(made(options.named(own), function, check.checked(label, options)))
   kind = type(function)
   taker = _OTHERS.get(kind.__module__.partition(".")[0])
-  hint = f"; {taker} takes those" if taker else ""
+  hint = f"; use {taker}" if taker else ""
   got = f"{kind.__module__}.{kind.__qualname__}"
   raise GateDefinitionError(
     f"{label}: expected a tvm_ffi.Function or a warp.Kernel, got {got}{hint}"

@@ -42,7 +42,7 @@ class TvmFfiKernel(CpuKernel):
     plain = [item for item in self._spec if not item.startswith(_ATTRIBUTE)]
     identifiers = all(map(str.isidentifier, names))
     if len(set(self._spec)) < len(self._spec) or {*plain} - {"args", "rets"} or not identifiers:
-      expected = "'args', 'rets' and names as 'attrs.eps', each once"
+      expected = "'args', 'rets' and names such as 'attrs.eps', each once"
       check.refuse(label, "arg_spec", expected, options.arg_spec)
     self._names = tuple(names)
     super().__init__(name, None, options)
@@ -53,7 +53,7 @@ class TvmFfiKernel(CpuKernel):
     known = ", ".join(self._names) or "none"
     for name in kwargs:
       if name not in self._names:
-        hint = "arrays are given by their places, and arg_spec names the others"
+        hint = "arrays are passed by position, and arg_spec names the other arguments"
         fault = f"got argument '{name}', which it doesn't have"
         raise GateDefinitionError(f"{self.label}: {fault}; expected {known} by keyword: {hint}")
     if missing := [name for name in self._names if name not in kwargs]:
@@ -105,7 +105,7 @@ def _library(label: str) -> dict[str, int]:
   if version[:2] != _VERSION:
     expected, got = (".".join(map(str, numbers)) for numbers in (_VERSION, version))
     fault = f"expected apache-tvm-ffi with version {expected} of its C ABI, got {got}"
-    raise GateDefinitionError(f"{label}: {fault}; this callgate doesn't know it")
+    raise GateDefinitionError(f"{label}: {fault}; this version of callgate doesn't support it")
   return {
     "move_from_raised": _address(library, "TVMFFIErrorMoveFromRaised"),
     "dec_ref": _address(library, "TVMFFIObjectDecRef"),

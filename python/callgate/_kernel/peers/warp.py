@@ -66,8 +66,8 @@ class WarpKernel(CpuKernel, launch.CudaPart):
       fault = f"expected '{both[0]}' in one of outputs and inouts, got both"
       raise GateDefinitionError(f"{label}: {fault}")
     if options.aliases:
-      hint = "inouts names the parameters that are an operand and a result"
-      check.refuse(label, "aliases", f"none: {hint}", options.aliases)
+      hint = "use inouts= for parameters that are an operand and a result"
+      check.refuse(label, "aliases", f"no aliases ({hint})", options.aliases)
 
     def kind(name: str) -> Kind:
       return Kind.OUT if name in outputs else Kind.INOUT if name in inouts else Kind.IN
@@ -110,7 +110,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     given: Any = evaluated(self.label, "dim", self._dim, call)
     extents = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if not 1 <= len(extents) <= 4 or not all(launch.is_int(n) and n >= 0 for n in extents):
-      check.refuse(self.label, "dim", "an int or a tuple of up to four, none negative", given)
+      check.refuse(self.label, "dim", "an int of at least 0, or a tuple of up to four", given)
     return tuple(map(int, extents))
 
   def _block(
@@ -152,7 +152,7 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     ]
     for shape in (struct.shape for side in sides for struct in side):
       if any(map(is_open, shape)):
-        fault = f"its launch depends on shapes: expected known extents, got {shape}"
+        fault = f"the launch depends on shapes: expected known extents, got {shape}"
         raise GateDefinitionError(f"{self.label}: {fault}")
     values = {name: static_values.thaw(value) for name, value in static}
     call = launch.CudaCall(sides[0], sides[1], values)
@@ -183,8 +183,10 @@ class WarpKernel(CpuKernel, launch.CudaPart):
     grid, block = compiler.grid(self.function, math.prod(extents))
     for sizes in (b.sizes for b in built if b.sizes is not None):
       if sizes != (have := [len(p.data) for p in parameters]):
-        fault = f"expected that Warp makes a kernel with parameters of {have} bytes, got {sizes}"
-        raise GateDefinitionError(f"{self.label}: {fault}; callgate doesn't know this Warp")
+        fault = f"expected a kernel by Warp with parameters of {have} bytes, got {sizes}"
+        raise GateDefinitionError(
+          f"{self.label}: {fault}; callgate doesn't support this version of Warp"
+        )
     launched = launch.Launch(built[0].entry, grid, block, parameters, max(b.shared for b in built))
     images = tuple(b.image for b in built)
     return launch.LaunchPlan(built[0].entry, images, (launched,), zeroed=self._zeroed)

@@ -61,7 +61,7 @@ class WarpCompiled(NamedTuple):
 def arguments(label: str, kernel: Any) -> list[WarpArgument]:
   """Returns the parameters of a kernel; raises for those that callgate can't pass."""
   if kernel.is_generic:
-    hint = "wp.overload(kernel, ...) makes one of them"
+    hint = "use wp.overload(kernel, ...)"
     raise GateDefinitionError(f"{label}: expected a kernel without generic types; {hint}")
   if not kernel.adj.args:
     raise GateDefinitionError(f"{label}: expected a kernel with parameters, got one without")
@@ -103,7 +103,7 @@ def array(
   strides = [item * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
   if max((*shape, *strides)) > _MOST:
     what = f"parameter '{declared.name}'"
-    expected = f"extents, and bytes from one row to the next, of at most {_MOST}, as Warp has them"
+    expected = f"extents and row strides of at most {_MOST} bytes, Warp's limit"
     raise GateDefinitionError(f"{label}: {what}: expected {expected}, got shape {tuple(shape)}")
   held = warp_types.array_t(ndim=len(shape), shape=shape, strides=strides)
   return LaunchParameter(bytes(held), (Address(warp_types.array_t.data.offset, of, index),))
@@ -118,7 +118,7 @@ def load(label: str, kernel: Any) -> tuple[int, Any]:
       forward = loaded.get_kernel_hooks(kernel).forward
   except Exception as error:  # Warp raises many kinds
     raise CompileError(
-      f"{label}: Warp can't compile it for the CPU: {error}", str(error)
+      f"{label}: Warp can't compile the kernel for the CPU: {error}", str(error)
     ) from error
   return ctypes.cast(forward, ctypes.c_void_p).value or 0, loaded
 
@@ -128,12 +128,12 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
   module, options = kernel.module, kernel.module.options | kernel.options
   refused = {
     "without cluster_dim": options.get("cluster_dim", 1) not in (1, None),
-    "that is not deterministic=": options.get("deterministic", 0)
+    "without deterministic=": options.get("deterministic", 0)
       not in (0, wp.config.DeterministicMode.NOT_GUARANTEED),
     "without entry_point_abi": options.get("entry_point_abi", "warp") != "warp",
   }  # fmt: skip
   for expected in (text for text, wrong in refused.items() if wrong):
-    fault = f"expected a kernel {expected}, which callgate doesn't have in programs for CUDA"
+    fault = f"expected a kernel {expected}, which callgate doesn't support in programs for CUDA"
     raise GateDefinitionError(f"{label}: {fault}")
   found: list[WarpCompiled] = []
   for capability in capabilities or (0,):
@@ -150,7 +150,7 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
         meta = path.with_name(f"{path.name.rsplit('.', 2)[0]}.meta")  # next to "name.sm90.cubin"
         code, about = path.read_bytes(), json.loads(meta.read_text())
     except Exception as error:  # Warp raises many kinds
-      fault = f"Warp can't compile it for sm_{target}: {error}"
+      fault = f"Warp can't compile the kernel for sm_{target}: {error}"
       raise CompileError(f"{label}: {fault}", str(error)) from error
     declared = entries(code.decode())[name] if ptx else None
     sizes = None if declared is None else [size for size, _ in declared]

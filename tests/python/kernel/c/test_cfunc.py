@@ -507,11 +507,15 @@ def test_cast_leaves_float64_as_it_is() -> None:
 
 
 def test_cast_refuses_to_lose_an_imaginary_part_or_a_fraction(lib: ctypes.CDLL) -> None:
-  with pytest.raises(cg.GateDefinitionError, match="argument 'x0': expected float64 or what C"):
+  with pytest.raises(
+    cg.GateDefinitionError, match="argument 'x0': expected float64 or a dtype that C"
+  ):
     hypot(np.complex64(1), 1.0)
   twice = cg.cfunc(lib.twice_int32, "int twice(int x)", cast=True)
   assert twice(np.int8(100)) == 200
-  with pytest.raises(cg.GateDefinitionError, match="argument 'x': expected int32 or what C"):
+  with pytest.raises(
+    cg.GateDefinitionError, match="argument 'x': expected int32 or a dtype that C"
+  ):
     twice(1.5)
 
 

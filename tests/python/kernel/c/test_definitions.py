@@ -49,9 +49,9 @@ def test_declarations_are_read_as_c_reads_them(text: str, kinds: list[str]) -> N
   ("text", "expected"),
   [
     ("double norm", "expected a C declaration such as"),
-    ("int printf(const char *format, ...)", "functions with '...' can't be called"),
-    ("long double f(double)", "'long double': no array has elements of that type"),
-    ("void f(struct point p)", "'struct point': no array has elements of that type"),
+    ("int printf(const char *format, ...)", "variadic functions ('...') can't be called"),
+    ("long double f(double)", "'long double': arrays can't have elements of that type"),
+    ("void f(struct point p)", "'struct point': arrays can't have elements of that type"),
     ("void f(int, )(", "expected a C declaration"),
     ("void f(std::vector x)", "expected a C type, got 'std::vector x'"),
   ],
@@ -65,11 +65,13 @@ def test_an_object_that_is_no_function_is_refused() -> None:
   for value in (len, "f", 1.5, True, None):
     with pytest.raises(cg.GateDefinitionError, match=r"expected a C function .from ctypes or cffi"):
       cg.cfunc(value, SAXPY, args="n, a, x[n], out y[n]")
-  with pytest.raises(cg.GateDefinitionError, match="an address says nothing of the function's"):
+  with pytest.raises(cg.GateDefinitionError, match="an address doesn't tell the function's"):
     cg.cfunc(ADDRESS, args="x")
   with pytest.raises(cg.GateDefinitionError, match=r"void saxpy\(.*is a null pointer"):
     cg.cfunc(0, SAXPY, args="n, a, x[n], out y[n]")
-  with pytest.raises(cg.GateDefinitionError, match=r"'labs' doesn't say what it takes; .*argtypes"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"'labs' doesn't declare its arguments; .*argtypes"
+  ):
     cg.cfunc(ctypes.CDLL(None).labs, args="x -> out y")
   with pytest.raises(cg.GateDefinitionError, match=r"needs the GIL; .*callgate\.gate"):
     cg.cfunc(ctypes.pythonapi.PyGILState_Check, "int f(void)", args="-> out y")
@@ -78,7 +80,7 @@ def test_an_object_that_is_no_function_is_refused() -> None:
 def test_cffis_variadic_functions_are_refused() -> None:
   ffi = pytest.importorskip("cffi").FFI()
   ffi.cdef("int printf(const char *, ...);")
-  with pytest.raises(cg.GateDefinitionError, match=r"functions with '...' can't be called"):
+  with pytest.raises(cg.GateDefinitionError, match=r"variadic functions ('...') can't be called"):
     cg.cfunc(ffi.dlopen(None).printf, args="'x' -> ignored")
   with pytest.raises(cg.GateDefinitionError, match=r"expected a function, got cffi's 'int \*'"):
     cg.cfunc(ffi.new("int *"), args="")
@@ -90,24 +92,24 @@ def test_cffis_variadic_functions_are_refused() -> None:
   [
     (None, "expected args=, an item for each argument of 'void saxpy"),
     ("n, a, x[n]", "expected 4 items, one for each argument of .*, got 3: n, a, x"),
-    ("n, a, out x[n], out y[n]", "'out x.n.': expected a parameter of C that points to what it wr"),
+    ("n, a, out x[n], out y[n]", "'out x.n.': expected a pointer to numbers that are not con"),
     (
       "n, out a, x[n], out y[n]",
-      "'out a': expected a parameter of C that points to what it writes",
+      "'out a': expected a pointer to numbers that are not const",
     ),
     ("n, a[n], x[n], out y[n]", "'a.n.': expected no extents, since C takes one value; C has 'fl"),
     ("'N', a, x[n], out y[n]", "''N'': expected a number, since C takes no text; C has 'int'"),
     ("1.5, a, x[n], out y[n]", "'1.5': expected another number; C has 'int' there"),
     ("3000000000, a, x[n], out y[n]", "expected at most 2147483647; C has 'int' there"),
-    ("n, NULL, x[n], out y[n]", "'NULL': expected a pointer in C; C has 'float' there"),
-    ("n, a, 2, info", "'info': expected a parameter of C that points to an integer; C has 'float"),
+    ("n, NULL, x[n], out y[n]", "'NULL': expected a pointer; C has 'float' there"),
+    ("n, a, 2, info", "'info': expected a pointer to an integer; C has 'float"),
     ("n + k, a, x[n], out y[n]", "'n [+] k': 'k' is not known; expected a dimension of an operand"),
     ("z.size, a, x[n], out y[n]", "'z.size': 'z' is not known"),
     ("n / 2, a, x[n], out y[n]", "'n / 2': expected an integer, a dimension's name, x.size"),
     ("open(n), a, x[n], out y[n]", "'open.n.': expected an integer, a dimension's name"),
     ("n, static n, x[n], out y[n]", "'n': 'n' is not known; expected a dimension of an operand"),
     ("n, a, copy x[n], out x[n]", "'x' is mentioned twice, as a copy of an operand"),
-    ("n, a, x[n], out y[n] -> out z", "'-> out z': .* returns nothing; expected no '->'"),
+    ("n, a, x[n], out y[n] -> out z", "'-> out z': .* returns nothing; remove the '->'"),
     ("n, a, x[n], out", "'out': expected a name after 'out'"),
     ("n, a, x[n], out 3", "'out 3': expected a name after 'out'"),
     ("n, a, x[n], scratch(k)", "'k' is not known"),
@@ -123,13 +125,17 @@ def test_args_that_do_not_fit_the_function_are_refused(args: Any, expected: Any)
 @pytest.mark.parametrize(
   ("declaration", "args", "expected"),
   [
-    ("int f(int)", "x", "expected at its end what becomes of what 'int f.int.' returns: '-> out n"),
-    ("int f(int)", "x -> y", "'-> y': expected what becomes of what"),
-    ("double f(int)", "x -> status", "'-> status': expected a function of an integer"),
-    ("char *f(int)", "x -> out y", "'-> out y': expected what becomes of what"),
+    (
+      "int f(int)",
+      "x",
+      "expected at the end a use of the value that 'int f.int.' returns: '-> out n",
+    ),
+    ("int f(int)", "x -> y", "'-> y': expected a use of the value that"),
+    ("double f(int)", "x -> status", "'-> status': expected a function that returns an integer"),
+    ("char *f(int)", "x -> out y", "'-> out y': expected a use of the value that"),
     ("void f(FILE *, double *)", "x, out y[3]", "expected NULL or a name of pointers="),
     ("void f(FILE *, double *)", "1, out y[3]", "'1': expected an array, NULL or a name of point"),
-    ("void f(double **, double *)", "out x, out y[3]", "'out x': expected a parameter of C that p"),
+    ("void f(double **, double *)", "out x, out y[3]", "'out x': expected a pointer to numbers"),
   ],
 )
 def test_functions_of_other_kinds_have_messages_of_their_own(
@@ -145,7 +151,7 @@ def test_functions_of_other_kinds_have_messages_of_their_own(
     (SAXPY, "n, a, x[n], out y[n]", "expected x, out x, static x or a value: a loop passes single"),
     ("void f(double *)", "inout x", "'inout x': expected x, out x, static x or a value"),
     ("void f(double *)", "x", "expected a result, 'out x' or '-> out x', got none"),
-    ("int f(void *)", "x", "expected a parameter of C with a type of elements"),
+    ("int f(void *)", "x", "expected a parameter with an element type"),
   ],
 )
 def test_a_loop_passes_single_elements(declaration: str, args: str, expected: str) -> None:
@@ -156,8 +162,11 @@ def test_a_loop_passes_single_elements(declaration: str, args: str, expected: st
 @pytest.mark.parametrize(
   ("options", "expected"),
   [
-    ({"order": "K"}, "order: expected 'C' or 'F', or these by names of a, x, y; got 'K'"),
-    ({"order": {"z": "F"}}, "order: expected 'C' or 'F', or these by names of"),
+    (
+      {"order": "K"},
+      r"order: expected 'C' or 'F', or a mapping from names \(a, x, y\) to these; got 'K'",
+    ),
+    ({"order": {"z": "F"}}, "order: expected 'C' or 'F', or a mapping from names"),
     ({"errors": {"many": "text"}}, "errors: expected a text, or texts by numbers, '>0' and '<0'"),
     ({"errors": {1: 2}}, "errors: expected a text"),
     ({"pointers": {"p": "text"}}, "pointers: 'p': expected an address, a pointer, array or"),
@@ -211,9 +220,7 @@ def test_values_that_c_can_not_hold_are_refused() -> None:
   kernel = cg.cfunc(
     ADDRESS, "void f(signed char n, const float *x, float *y)", args="100 * n, x[n], out y[n]"
   )
-  with pytest.raises(
-    cg.GateDefinitionError, match=r"'100 [*] n' is 300, more than C's 'signed char"
-  ):
+  with pytest.raises(cg.GateDefinitionError, match=r"'100 [*] n' is 300, which C's 'signed char"):
     kernel(X)
   kernel = cg.cfunc(
     ADDRESS, "void f(float *w, const float *x, float *y)", args="scratch(n - 4), x[n], out y[n]"

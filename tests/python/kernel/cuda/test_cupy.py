@@ -114,7 +114,7 @@ def test_options_that_callgate_cannot_respect_are_refused_by_name() -> None:
   for options, said in (
     ({"backend": "nvcc"}, "expected backend='nvrtc', got 'nvcc'"),
     ({"enable_cooperative_groups": True}, "enable_cooperative_groups"),
-    ({"options": ("-dc",)}, "got '-dc', which needs a linker"),
+    ({"options": ("-dc",)}, "need no linker, got '-dc'"),
   ):
     raw = cupy.RawKernel(SCALE, "scale", **options)
     with pytest.raises(cg.GateDefinitionError, match=said):
@@ -122,7 +122,7 @@ def test_options_that_callgate_cannot_respect_are_refused_by_name() -> None:
   module = cupy.RawModule(code=SCALE)
   with pytest.raises(cg.GateDefinitionError, match="expected the name of the RawModule's function"):
     made_scale(module)
-  with pytest.raises(cg.GateDefinitionError, match="got one without: pass a RawModule"):
+  with pytest.raises(cg.GateDefinitionError, match="got one without; use callgate"):
     made_scale(cupy.RawModule(path="/nowhere.cubin"))
   reduction = cupy.ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
   with pytest.raises(cg.GateDefinitionError, match=r"got ReductionKernel; callgate\.gate"):
@@ -130,7 +130,7 @@ def test_options_that_callgate_cannot_respect_are_refused_by_name() -> None:
   with pytest.raises(cg.GateDefinitionError, match="expected grid= and block="):
     cg.cupy(cupy.RawKernel(SCALE, "scale"))
   element = cupy.ElementwiseKernel("T x", "T y", "y = x", "same")
-  with pytest.raises(cg.GateDefinitionError, match="expected none of grid, block, out"):
+  with pytest.raises(cg.GateDefinitionError, match="expected no grid, block, out"):
     made_scale(element)
   lower = cupy.ElementwiseKernel("t x", "t y", "y = x", "lower")
   with pytest.raises(cg.GateDefinitionError, match="a capital letter as its type, got 't'"):

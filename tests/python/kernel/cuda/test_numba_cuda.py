@@ -149,7 +149,7 @@ def test_entries_and_keys_are_the_same_whatever_was_compiled_before() -> None:
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
-  with pytest.raises(cg.GateDefinitionError, match=r"expected a kernel that @numba.cuda.jit has"):
+  with pytest.raises(cg.GateDefinitionError, match=r"expected a kernel of @numba.cuda.jit"):
     cg.numba_cuda(lambda x: x, griddim=1, blockdim=1)
   with pytest.raises(cg.GateDefinitionError, match="got a device function"):
     cg.numba_cuda(cuda.jit(device=True)(lambda x: x), griddim=1, blockdim=1)

@@ -201,7 +201,7 @@ def test_without_a_device_the_first_configuration_is_taken_and_a_warning_says_so
   x = struct((1024,))
   with caplog.at_level(logging.WARNING, logger="callgate"):
     plan = core(kernel).plan(call((x,), (x,), n=1024))
-  assert "no device to try the 2 configurations" in caplog.text
+  assert "no device to measure the 2 configurations" in caplog.text
   assert (plan.launches[0].grid, plan.launches[0].block) == ((8, 1, 1), (64, 1, 1))
   assert json.loads(plan.key)["args"][3:] == [["constexpr", 128, False], ["constexpr", True, False]]
 
@@ -283,7 +283,7 @@ def test_pre_hooks_of_configurations_are_refused() -> None:
   )(tutorial_kernel)
   kernel = cg.triton(tuned, grid=1, out=lambda x, y: x, name="hooked")
   x = struct((64,))
-  with pytest.raises(cg.GateDefinitionError, match=r"triton\.Config with pre_hook"):
+  with pytest.raises(cg.GateDefinitionError, match=r"triton\.Config without pre_hook"):
     core(kernel).plan(call((x, x), (x,), n=64))
 
 

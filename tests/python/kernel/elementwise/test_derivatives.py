@@ -180,7 +180,7 @@ def test_higher_derivatives_come_from_the_reference() -> None:
 def test_without_a_reference_the_second_derivative_is_an_error_that_names_like() -> None:
   kernel = elementwise("T x", "T z", "z = x * x", jvp="dz = 2 * x * dx")
   assert jax.grad(kernel)(3.0) == 6.0
-  with pytest.raises(cg.GateDefinitionError, match=r"first derivative.*expected like="):
+  with pytest.raises(cg.GateDefinitionError, match=r"first derivative.*pass like="):
     jax.grad(jax.grad(kernel))(3.0)
   linear = elementwise("T x", "T z", "z = 3 * x", jvp="dz = 3 * dx")
   assert jax.grad(jax.grad(linear))(3.0) == 0.0
@@ -242,7 +242,7 @@ def test_expressions_that_are_not_linear_do_not_compile() -> None:
   with pytest.raises(cg.CompileError) as caught:
     jax.grad(kernel)(1.0)
   said = str(caught.value)
-  assert "takes only what is linear" in said
+  assert "supports only linear operations" in said
   for line in range(2, 2 + len(wrong)):
     assert re.search(rf", jvp:{line}:\d+: error", said), said
 
@@ -256,7 +256,11 @@ def test_expressions_that_are_not_linear_do_not_compile() -> None:
       "expected a statement for each result, such as 'dz = ...;', got none for 'z'",
     ),
     ("T x, T dx", "dz = dx", "'dx' is the tangent of 'x' here"),
-    ("T x, raw T t", "dz = dx + dt", "'t' is raw, so that one element's tangent says too little"),
+    (
+      "T x, raw T t",
+      "dz = dx + dt",
+      "'t' is raw, so jvp= can't use the tangent of a single element",
+    ),
   ],
 )
 def test_a_wrong_expression_is_an_error_when_it_is_made(

@@ -357,7 +357,7 @@ def test_an_argument_that_is_no_single_array_is_an_error_that_names_it() -> None
 def test_only_functions_can_be_compiled() -> None:
   with pytest.raises(cg.GateDefinitionError, match="expected a Python function, an @njit"):
     cg.numba(3, out=like_x)  # pyright: ignore
-  with pytest.raises(cg.GateDefinitionError, match=r"\*\*keywords, which Numba doesn't have"):
+  with pytest.raises(cg.GateDefinitionError, match=r"\*\*keywords, which Numba doesn't support"):
     cg.numba(lambda x, **more: x, out=like_x)
 
 
@@ -417,7 +417,7 @@ def test_an_njit_function_with_signatures_is_taken() -> None:
 
 
 def test_options_beside_a_decorated_function_are_refused() -> None:
-  with pytest.raises(cg.GateDefinitionError, match="got fastmath, parallel for a function that"):
+  with pytest.raises(cg.GateDefinitionError, match="got fastmath, parallel for a function with"):
     cg.numba(nb.njit(running_maximum), out=like_x, parallel=True, fastmath=True)
 
 

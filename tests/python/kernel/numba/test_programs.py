@@ -199,7 +199,7 @@ def test_a_damaged_entry_is_compiled_again(steps: Any) -> None:
 def test_machine_code_that_others_may_have_written_is_not_used(steps: Any) -> None:
   *compiled, (said,) = steps["of others"]
   assert compiled == steps["first"][:2]  # in this process
-  assert re.search(r"/numba can be written to by others.*chmod -R go-w", said)
+  assert re.search(r"/numba can be written to by other users.*chmod -R go-w", said)
 
 
 def test_a_cache_that_can_t_be_written_does_no_harm(steps: Any) -> None:
