@@ -100,7 +100,7 @@ def dtype_of(code: int) -> np.dtype[Any]:
 
 
 def type_text(dtype: Any, shape: Sequence[int]) -> str:
-  """ "float32[3,4]", "key<fry>[2]" """
+  """Returns a type's text, such as "float32[3,4]" or "key<fry>[2]"."""
   name = getattr(dtype, "name", None) or np.dtype(dtype).name  # a key's dtype is no NumPy dtype
   return f"{name}[{','.join(map(str, shape))}]"
 

@@ -43,7 +43,7 @@ class OfCode(Protocol[P, Made]):
 
 
 def decorator(declared: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-  """For a function of a callable, which is a decorator without it; the user gives the type."""
+  """Makes a function of a callable, which returns a decorator without the callable."""
   return functools.partial(_taking, declared, decorates=True)
 
 
@@ -74,7 +74,7 @@ def method(
 def with_constants(
   declared: Callable[..., Any],
 ) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-  """For a function that accepts any other keyword, too."""
+  """Makes a function that also accepts any other keyword."""
   return functools.partial(_taking, declared)
 
 

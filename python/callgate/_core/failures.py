@@ -59,7 +59,7 @@ def describe_failure(
 def _describe(
   exception: BaseException, what: str, site: str, *origin: int, once: bool = False
 ) -> str:
-  """With `once` it notes the place of the first call only, as a failed feed fails in each call."""
+  """Describes a failure; with `once` notes the first call's place only, as feeds fail each time."""
   raised = f"callgate: raised in {what}"
   where = raised + (f", called at {site}" if site else "")
   number = _kept.keep(exception, *origin)
@@ -91,7 +91,7 @@ def keep_unheard(exception: BaseException) -> bool:
 
 
 def kernel_raised(exception: BaseException | None) -> str:
-  """The runtime's hook for code that raised: returns a message that stands for the exception."""
+  """The runtime's hook for code that raised: returns a message that represents the exception."""
   if exception is None:
     return "the call failed without an exception"
   return f"[callgate error #{_kept.set_aside(exception)}]"

@@ -152,7 +152,7 @@ def made_of(
 
 # -- chain and frames ------------------------------------------------------------------------------
 def set_cause(error: BaseException, cause: BaseException) -> None:
-  """`error.__cause__ = cause`, as `raise ... from` sets it."""
+  """Sets `error.__cause__`, as `raise ... from` does."""
   _ATTRIBUTES["__cause__"].__set__(error, cause)
 
 

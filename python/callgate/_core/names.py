@@ -223,7 +223,7 @@ def _of_content(made: str) -> Exact | None:
     try:
       if _kind(one) == kind and one.has_objects and digest(one.value) == wanted:
         found.append(one)
-    except Exception:  # noqa: BLE001 - it can't be pickled: it is not what is looked for
+    except Exception:  # noqa: BLE001 - an object that can't be pickled is no match
       continue
   return found[min(int(number or 0), len(found) - 1)] if found else None
 

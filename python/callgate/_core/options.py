@@ -198,7 +198,7 @@ def named(label: str, option: str, value: Any) -> dict[str, Any]:
 
 
 def linear(label: str, option: str, value: Any) -> bool | tuple[int, ...]:
-  """True, False, or the positions of the linear arguments."""
+  """Checks True, False, or the positions of the linear arguments."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
   given = [value] if _is_whole(value) else value

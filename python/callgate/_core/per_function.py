@@ -39,7 +39,7 @@ _stores = weakref.WeakSet[_Store]()  # guarded by _lock; the functions keep them
 
 class _Clearing:
   def cache_clear(self) -> None:
-    """Called by `jax.clear_caches()`."""
+    """Clears the stores; called by `jax.clear_caches()`."""
     with _lock:
       stores = list(_stores)
     for store in stores:

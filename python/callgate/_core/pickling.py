@@ -28,7 +28,7 @@ from callgate._core.public import Public, Uncopied, core
 # Guarded by _lock, but for a mark that no other thread has yet.
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # held while an object is made: two threads may load one pickle
-_local = threading.local()  # .anew: the mark of the object that this thread's `made_anew` makes
+_local = threading.local()  # .anew: the mark of the object in this thread's `made_anew`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Annotated:
     """Gives the dimensions of an argument's annotation their sizes.
 
     Raises:
-      GateDefinitionError: the argument is not what the annotation says.
+      GateDefinitionError: the argument does not match the annotation.
     """
     for option in options:
       bound = dict(sizes)

@@ -71,7 +71,7 @@ def refuse_hidden(made: Any, out: Any, own: set[str]) -> None:
 
 
 def no_results(kind: type, method: str, *_: Any, **__: Any) -> NoReturn:
-  """The `out` of a method that is missing in the user's `out`; raises."""
+  """Raises; the `out` of a method that is missing in the user's `out`."""
   raise GateDefinitionError(
     f"gate of {kind.__qualname__}: the results of '{method}' are not known; pass out={{..., "
     f"{method!r}: ...}}"

@@ -23,7 +23,7 @@ from callgate import _callgate
 
 
 def adopt() -> None:
-  """Called once, before the first gate, kernel or tap is made."""
+  """Finds earlier jitted functions; called once, before the first gate, kernel or tap is made."""
   kind: Any = type(api.jit(lambda: None))  # `jax.jit` may be another library's wrapper
   restore: Callable[[Any, Any], None] = kind.__setstate__  # of the C++ class (0.10 to 0.12)
 

@@ -2,7 +2,7 @@
 """Kernels in files: `callgate.save_kernels` and `callgate.load_kernels`.
 
 A file is a zip archive. `manifest.json` holds the kernels' forms (`Kernel.saved_form`) as JSON. An
-object {"$bytes": digest} in it stands for the member `bytes/<digest>`; the digest is SHA-256.
+object {"$bytes": digest} in it refers to the member `bytes/<digest>`; the digest is SHA-256.
 """
 
 from __future__ import annotations

@@ -156,8 +156,7 @@ def encode(label: str, plan: LaunchPlan) -> dict[str, Any]:
   return held | {"launches": attributes.listed(launches)}
 
 
-# -- in programs -----------------------------------------------------------------------------------
-# A variant's key begins so, which tells it from those of the same kernel on the CPU.
+# The prefix of a variant's key, which distinguishes it from variants for the CPU.
 PREFIX = "cuda:"
 _MAX_BATCH = 65535  # blocks along z
 # PTX is for this architecture, the oldest that CUDA 12 and 13 both support.

@@ -290,7 +290,7 @@ class Watch:
   def _shard_map(
     self, eqn: Any, ins: Values, state: State, place: EqnPlace
   ) -> tuple[Values, State]:
-    """Each device checks its own values; the first finding in program order counts."""
+    """Checks values on each device; the first finding in program order counts."""
     params = eqn.params
     names = tuple(name for name in params["mesh"].axis_names if name in params["newly_manual_axes"])
     values, origins = _split(ins, state)

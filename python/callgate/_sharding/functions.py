@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharding rules that are functions of the mesh and the operands.
 
-Called while a program is compiled, with the shardings that XLA has propagated; in an explicitly
-sharded program also while it is traced, with those that the operands' types have.
+They run when a program is compiled, with the shardings that XLA has propagated. In an explicitly
+sharded program they also run during tracing, with the shardings in the operands' types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from callgate._sharding.rules import Rule, Shape
 from callgate._sharding.tiles import TilePlan, Tiling
 
 Function = Callable[..., Any]
-Spec = Sequence[Any]  # as a PartitionSpec, with an entry for each dimension
+Spec = Sequence[Any]  # like a PartitionSpec, with an entry for each dimension
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
   *,
   tap: bool = False,
 ) -> Rule | TilePlan:
-  """Asks the function about operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
+  """Calls the function with operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
   if not axes:
     raise GateDefinitionError(
       f"{label}: sharding: a function of the mesh needs a program with a known mesh, got none. "
@@ -56,7 +56,7 @@ def plan(
 def result_specs(
   label: str, function: Function, avals: Sequence[Any], results: Sequence[Shape]
 ) -> Rule | Sequence[Spec]:
-  """Asks it about operands of an explicitly sharded program: a rule, or the results' specs."""
+  """Calls the function in an explicitly sharded program; returns a rule, or the results' specs."""
   mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
   known = [(aval.shape, aval.dtype, PartitionSpec(*tracing.spec_of(aval))) for aval in avals]
   found = _ask(label, function, mesh, known, results)
@@ -69,7 +69,7 @@ _lock = threading.Lock()
 
 
 def name_of(function: Function) -> str:
-  """Names a tap's rule for programs: alike in a next process that makes them in the same order."""
+  """Returns a tap rule's name for programs, the same if a process makes rules in this order."""
   base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
   with _lock:
     names = [base, *(f"{base}#{number}" for number in range(1, len(_named) + 1))]
@@ -110,7 +110,7 @@ def _ask(
 
 
 def _full(said: str, kind: str, given: Any, shapes: Sequence[Shape]) -> list[Spec]:
-  """One spec an array, with an entry for each dimension."""
+  """Returns one spec for each array, with an entry for each dimension."""
   found = [given] if isinstance(given, PartitionSpec) else list(given)
   if len(found) != len(shapes) or not all(isinstance(spec, PartitionSpec) for spec in found):
     expected = f"a PartitionSpec for each of {len(shapes)} {kind}(s)"

@@ -37,7 +37,7 @@ def pure_callback(
   callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
   sharding: jax.sharding.Sharding | None = None, vmap_method: str | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.pure_callback` on callgate's engine, with or without `callgate.install()`.
+  """Calls a host function like `jax.pure_callback`, on callgate's engine.
 
   Args:
     callback: a hashable function of pytrees of jax.Arrays (committed to the first local CPU device)
@@ -71,7 +71,7 @@ def io_callback(
   callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
   sharding: jax.sharding.Sharding | None = None, ordered: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.experimental.io_callback` on callgate's engine, with or without `callgate.install()`.
+  """Calls a host function like `jax.experimental.io_callback`, on callgate's engine.
 
   Other arguments, results and errors are as for `pure_callback`.
 
@@ -98,7 +98,7 @@ def debug_callback(
   callback: Callable[..., None] | None = None, *args: Any, ordered: bool = False,
   partitioned: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
-  """`jax.debug.callback` on callgate's engine; the program does not wait for the callback.
+  """Calls a host function like `jax.debug.callback`; the program does not wait for it.
 
   If the callback raises, `jax.effects_barrier()` raises a JaxRuntimeError, and `callgate.barrier()`
   raises the original exception.

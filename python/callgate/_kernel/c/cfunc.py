@@ -100,10 +100,9 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   - `scratch(3 * n)`: memory for that many elements, until the call returns.
   - `info`, `status`: a number that C writes; every number other than 0 raises an error.
 
-  An array may have its extents, as `x[m, n]`: names, numbers or expressions. A name stands for the
-  length that the call's array has, and callgate checks all lengths. If C takes a pointer to a
-  number, callgate passes one. `-> out x`, `-> status` or `-> ignored` at the end gives the use of
-  the return value.
+  `x[m, n]` declares an array's lengths, as names, numbers or expressions. The call's array gives
+  each name its value, and callgate checks all lengths. If C takes a pointer to a number, callgate
+  passes one. `-> out x`, `-> status` or `-> ignored` at the end gives the use of the return value.
 
   Args:
     function: a function of ctypes (with argtypes and restype) or cffi, a capsule of a Cython module

@@ -305,7 +305,7 @@ class NumbaKernel(CpuKernel):
 
 
 def _returns_value(code: types.CodeType) -> bool:
-  """True if a function returns something other than None."""
+  """Returns True if a function returns something other than None."""
   return any(
     (i.opname == "RETURN_CONST" and i.argval is not None)
     or (i.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None))

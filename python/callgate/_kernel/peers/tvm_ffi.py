@@ -47,8 +47,7 @@ class TvmFfiKernel(CpuKernel):
     self._names = tuple(names)
     super().__init__(name, None, options)
 
-  # -- arguments of a call
-  # --------------------------------------------------------------------------
+  # -- arguments of a call -----------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     known = ", ".join(self._names) or "none"
     for name in kwargs:
