@@ -54,6 +54,8 @@ SECTIONS = {
     "hospital_ward": Example("A hospital ward", "worker processes", "hospital-building"),
     "sparse_solver": Example("Conductivity of a rod", "SciPy, SuperLU", "matrix"),
     "cooling_plate": Example("A plate that cools", "SciPy, SuperLU", "thermometer"),
+    "eight_schools": Example("Eight schools", "NumPyro", "school-outline"),
+    "cached_search": Example("A search that keeps its scores", "scikit-learn", "database-outline"),
     "overlapping_requests": Example("Requests that overlap", "asyncio", "cloud-sync-outline"),
     "early_stopping": Example("Early stopping", "scikit-learn", "stop-circle-outline"),
     "export_forest": Example("Export with a model", "scikit-learn", "export"),

@@ -53,6 +53,33 @@ def test_four_runs_are_four_folders_and_the_rate_that_is_too_high_crashes(tmp_pa
     assert line_with(text, about["name"]).split()[1] == f"{about['summary']['accuracy']:.1%}"
 
 
+def test_the_eight_schools_are_sampled_with_a_bar_in_numpyro_s_loop(tmp_path):
+  pytest.importorskip("numpyro")
+  path, same = EXAMPLES / "eight_schools.py", interpreters.same_path()
+  done = interpreters.run(path, cwd=tmp_path, environment=same, timeout=300)
+  text = done.stdout
+  assert done.returncode == 0
+  assert re.search(r"fori_loop \(util\.py:\d+\): 100%.* 1500/1500", done.stderr)
+  assert "without bars they are the same: True" in text
+  mean, r_hat = numbers(line_with(text, "mean effect"))
+  assert 3.5 < mean < 5.5  # 4.4 in Gelman et al., Bayesian Data Analysis
+  assert r_hat < 1.05
+  found = [numbers(line) for line in text.splitlines() if " seen, " in line]
+  assert len(found) == 8
+  for seen, shrunk, low, high in found:
+    assert abs(shrunk - mean) < abs(seen - mean) + 1
+    assert low < shrunk < high
+
+
+def test_the_second_search_computes_new_scores_alone(tmp_path):
+  text = run("cached_search.py", "scores.cgr", cwd=tmp_path)
+  first, second = (numbers(line) for line in text.splitlines())
+  assert first[0::4] == [4, 24]
+  assert second[0::4] == [6, 12]
+  assert second[3] >= first[3] > 90
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["scores.cgr"]
+
+
 @pytest.mark.limit(300)  # about 80 seconds of computing
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
   pytest.importorskip("matplotlib")
