@@ -28,11 +28,11 @@ SHARDING = (
 
 
 class EnvGate(GateCallee):
-  """A method of a `Host` as a gate. On workers each argument has a leading axis of shares.
+  """A method of a `Host` as a gate. With workers each argument has a leading axis of shares.
 
-  Lanes of `jax.vmap` become rows: those of an environment's copies follow one another, so that a
-  device, and a worker, has all copies of its environments. This process makes its own as the
-  program is traced; a worker, and one of several devices, at the first reset.
+  Lanes of `jax.vmap` become rows. The rows of an environment's copies are consecutive, so that a
+  device or a worker has all copies of its environments. This process makes its environments while
+  the program is traced. A worker, or one of several devices, makes them at the first reset.
   """
 
   kind = "envs"
@@ -47,7 +47,7 @@ class EnvGate(GateCallee):
     )
 
   def _prepare(self, levels: Levels, size: int) -> None:
-    """Makes the environments of so many lanes around the levels, where this process has them."""
+    """Makes the environments for so many lanes around the levels, if this process has them."""
     total = hosts.copies_of(levels) * size
     if total * self._layout.count > hosts.MOST:
       raise GateDefinitionError(
@@ -60,9 +60,9 @@ class EnvGate(GateCallee):
   def _of_lanes(
     self, size: int, batched: Sequence[Any], lanes: Any, *args: Any, levels: Levels, **static: Any
   ) -> tuple[Any, Any]:
-    """The rule of `jax.vmap`: one call of all lanes' environments, whose numbers the host tells."""
+    """The rule of `jax.vmap`: one call for all lanes' environments; the host gets their numbers."""
     assert not batched[0]
-    axis = lanes.ndim - 1  # of the rows; on workers shares come before
+    axis = lanes.ndim - 1  # the axis of the rows; with workers shares come before
 
     def merged(x: Any, flag: bool) -> Any:
       x = jnp.moveaxis(x, 0, axis + 1) if flag else jnp.expand_dims(x, axis + 1)
@@ -84,7 +84,7 @@ class EnvGate(GateCallee):
   def _of_lane(
     self, operands: Sequence[Any], call: BoundCall, lane: Any, size: int
   ) -> Sequence[Any]:
-    """The call of one lane, where the program runs them one after the other."""
+    """Calls for one lane, when the program runs lanes one after the other."""
     (lanes, *args), _ = jax.tree.unflatten(call.site.in_tree, operands)
     static = dict(call.site.static)
     levels: Levels = static.pop("levels")
@@ -105,14 +105,14 @@ class EnvGate(GateCallee):
 
 @dataclasses.dataclass(frozen=True)
 class EnvLayout:
-  """Which device and which worker has which environments.
+  """The placement of environments on devices and workers.
 
   Attributes:
-    label: whose, as messages begin.
-    count: how many environments there are.
-    sharding: splits them over devices; None for one.
-    workers: how many workers there are; 0 for none.
-    together: whether a device's environments are one vector environment, which a worker has whole.
+    label: the beginning of messages.
+    count: the number of environments.
+    sharding: splits them over devices; None for one device.
+    workers: the number of workers; 0 for none.
+    together: True if a device's environments are one vector environment, on one worker.
   """
 
   label: str
@@ -146,14 +146,14 @@ class EnvLayout:
 
   @property
   def devices(self) -> int:
-    """How many parts the environments are split into."""
+    """The number of parts into which the environments are split."""
     if self.sharding is None:
       return 1
     return int(np.prod([self.sharding.mesh.shape[axis] for axis in self.axes]))
 
   @property
   def rows(self) -> int:
-    """How many environments a call being traced is for."""
+    """The number of environments of the call being traced."""
     return self.count // self.devices if self.is_local() else self.count
 
   def is_local(self) -> bool:
@@ -161,7 +161,7 @@ class EnvLayout:
     return bool(self.axes) and tracing.region_axes().issuperset(self.axes)
 
   def lanes(self) -> Any:
-    """The numbers of the environments that a call being traced is for."""
+    """Returns the numbers of the environments of the call being traced."""
     if not self.is_local():
       return jnp.arange(self.count, dtype=np.int32)
     part = self.count // self.devices
@@ -189,25 +189,25 @@ class EnvLayout:
       x = self.reshaped(x, parts, shares * share, *x.shape[2:])[:, :rows]
       return self.reshaped(x, parts * rows, *x.shape[2:])
 
-    # A number that no environment has is for those that fill a share up.
+    # Rows that only fill up a share get a number that no environment has.
     lanes, *rest = args
     given = (grouped(lanes, hosts.NONE), *jax.tree.map(grouped, rest))
     return self.split(jax.tree.map(flat, there(*self.split(given), **static)))
 
   def _shares(self, rows: int) -> tuple[int, int]:
-    """How many workers have a share of a device's environments, and how many each has at most."""
+    """Returns how many workers share a device's environments, and the size of the largest share."""
     if self.together:
       return 1, rows
     shares = self.workers if self.sharding is not None else min(self.workers, rows)
     return shares, -(-rows // shares)
 
   def worker_of(self, lane: int) -> int:
-    """The index of the worker that has an environment."""
+    """Returns the index of the worker that has an environment."""
     rows = self.count // self.devices
     return lane % rows // self._shares(rows)[1]
 
   def split(self, tree: Any) -> Any:
-    """The same, split over the devices, where a program is traced for all of them."""
+    """Splits a pytree over the devices, if the program is traced for all of them."""
     if self.sharding is None or self.is_local():
       return tree
     put = jax.sharding.reshard if self._explicit else jax.lax.with_sharding_constraint
@@ -228,7 +228,7 @@ class EnvLayout:
     return any(kinds[axis] == jax.sharding.AxisType.Explicit for axis in self.axes)
 
   def reshaped(self, x: Any, *shape: int) -> Any:
-    """Rows of environments in another form; each device keeps its own."""
+    """Reshapes rows of environments; each device keeps its own."""
     if not self._explicit or self.is_local():
       return x.reshape(shape)
     return jax.lax.reshape(self.split(x), shape, out_sharding=self._rows)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of environments, in the process where they are stepped, that has all kinds.
+"""The environments of one process, where they are stepped: the common part of all kinds.
 
-A process has one host of each `callgate.envs`, with those environments that it was asked to reset.
-Calls for different ones may come from several threads.
+A process has one host for each `callgate.envs`, with the environments that it was asked to reset.
+Calls for different environments may come from several threads.
 
-Environment i of lane l of `jax.vmap` is a copy, of the number l * count + i. A process keeps its
-environments in units, which reset and step by themselves: of one environment, or of a vector.
+Lane l of `jax.vmap` has a copy of environment i, with the number l * count + i. A process keeps its
+environments in units, which reset and step separately: one environment, or one vector environment.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from callgate._envs.spaces import Store
 from callgate._envs.videos import Video
 from callgate._places import objects
 
-MOST = 2**31 - 1  # environments, copies included
-NONE = -(2**31)  # the number of an environment that fills a call up; a copy of it is below 0, too
-# Lanes of `jax.vmap` around a call, the innermost first: how many of them the call is for, all or
-# one, and how many there are.
+MOST = 2**31 - 1  # the most environments, with copies
+NONE = -(2**31)  # the number of an environment that fills up a call; its copies are negative, too
+# Lanes of `jax.vmap` around a call, the innermost first: (lanes in the call, all or one; number of
+# lanes).
 Levels = tuple[tuple[int, int], ...]
 
 
 def copies_of(levels: Levels) -> int:
-  """How many copies of each environment there are."""
+  """Returns the number of copies of each environment."""
   return math.prod(extent for _, extent in levels)
 
 
 def rows_of(levels: Levels) -> int:
-  """How many rows a call has for each environment."""
+  """Returns the number of a call's rows for each environment."""
   return math.prod(size for size, _ in levels)
 
 
@@ -48,8 +48,8 @@ class Unit:
   """Environments that are reset and stepped together.
 
   Attributes:
-    env: the environment, or the vector.
-    fresh: whether no reset came yet.
+    env: the environment, or the vector environment.
+    fresh: True before the first reset.
   """
 
   __slots__ = ("env", "fresh")
@@ -62,31 +62,31 @@ U = TypeVar("U", bound=Unit)
 
 
 class Host(Generic[U]):
-  """Environments of one process.
+  """The environments of one process.
 
-  Results are written to rows of `out`, views of a program's memory: of what `EnvPlan` says.
+  It writes results to rows of `out`, views of a program's memory in the types of `EnvPlan`.
   """
 
   def __init__(self, plan: EnvPlan) -> None:
     self._plan = plan
     self._units: dict[int, U] = {}
-    self._size = max(plan.width, 1)  # environments of a unit
+    self._size = max(plan.width, 1)  # the number of environments of a unit
     self._seen = Store.all_of("observation", plan.observations)
     self._infos = infos.Infos(plan.info)
     self._final_seen = Store.all_of("final_obs", plan.observations)
     self._final_infos = infos.Infos(plan.info, "final_info")
     self._closed = False
-    self._picture = b""  # the pickle of what was rendered last, for `picture`
+    self._picture = b""  # the pickle of the last picture, for `picture`
     self._video = None if plan.video is None else Video(plan.video)
     self._video_lane = -1 if plan.video is None else plan.video.lane
     self._making = threading.RLock()
 
   def new_unit(self, number: int) -> U:
-    """Makes the environments of a unit, with the spaces of the plan's."""
+    """Makes the environments of a unit, which must have the plan's spaces."""
     raise NotImplementedError
 
   def prepare(self, copies: int) -> None:
-    """Makes so many copies of all environments, before a program that is traced needs them."""
+    """Makes copies of all environments, before a program that is being traced needs them."""
     self._check_open()
     for number in range(self._plan.count * copies // self._size):
       self._unit(number)
@@ -99,7 +99,7 @@ class Host(Generic[U]):
     return found
 
   def _existing(self, number: int) -> U:
-    """A unit that has been reset."""
+    """Returns a unit that has been reset."""
     found = self._units.get(number)
     if found is None or found.fresh:
       raise self._missing(number * self._size)
@@ -111,7 +111,7 @@ class Host(Generic[U]):
     raise NotImplementedError
 
   def _film(self, unit: U, *, begins: bool = False, ends: bool = False) -> None:
-    """Adds what the environment of `record_video=` renders."""
+    """Adds the picture of the environment of `record_video=`."""
     assert self._video is not None
     if begins:
       self._video.end()
@@ -124,7 +124,7 @@ class Host(Generic[U]):
     return self.picture_of(self._existing(number // self._size), number % self._size)
 
   def rendered(self, out: Any, lanes: Any) -> None:
-    """Renders the one environment of `lanes`, if any; gives how many bytes its pickle has."""
+    """Renders the only environment of `lanes`, if any; returns the size of the pickle in bytes."""
     out[...] = 0
     for number in self._real(lanes):
       try:
@@ -135,7 +135,7 @@ class Host(Generic[U]):
       out[...] = len(self._picture)
 
   def picture(self, out: Any, lanes: Any, *, room: int) -> None:
-    """Gives the pickle of what was rendered last, where `lanes` has an environment, and zeros."""
+    """Returns the pickle of the last picture if `lanes` has an environment, else zeros."""
     del room
     out[...] = 0
     if self._real(lanes):
@@ -144,13 +144,13 @@ class Host(Generic[U]):
 
   # -- the end -------------------------------------------------------------------------------------
   def shut(self, out: Any, lanes: Any) -> None:
-    """`close`, for programs."""
+    """Does as `close`, for programs."""
     del lanes
     out[...] = True
     self.close()
 
   def close(self) -> None:
-    """Closes the environments; calls fail from then on."""
+    """Closes the environments; later calls fail."""
     self._closed = True
     if self._video is not None:
       with contextlib.suppress(Exception):
@@ -162,7 +162,7 @@ class Host(Generic[U]):
 
   # -- what steps and resets have in common --------------------------------------------------------
   def _begun(self, info: Any, lanes: Any, levels: Levels) -> list[int]:
-    """The numbers of a call's environments, whose infos are empty so far."""
+    """Returns the numbers of a call's environments, after clearing their infos."""
     self._check_open()
     if self._plan.info:
       self._infos.clear(info)
@@ -171,7 +171,7 @@ class Host(Generic[U]):
     return self._real(lanes, levels)
 
   def _real(self, lanes: Any, levels: Levels = ()) -> list[int]:
-    """The numbers of the environments; those that fill a call up come last."""
+    """Returns the numbers of the environments, without those at the end that fill up the call."""
     stride = self._plan.count
     for size, extent in levels:
       lanes = (lanes[:, None] + np.arange(size, dtype=np.int32) * np.int32(stride)).reshape(-1)
@@ -187,7 +187,7 @@ class Host(Generic[U]):
     return seeds.of_lanes(how, given[: len(numbers)], lanes, count)
 
   def _put(self, seen: Any, values: list[Any], numbers: Sequence[int], during: str) -> None:
-    """Stores what each environment showed."""
+    """Stores the observation of each environment."""
     for one in self._seen:
       view, parts = spaces.at(seen, one.path), values
       row = 0
@@ -206,7 +206,7 @@ class Host(Generic[U]):
         view[len(parts) :] = 0
 
   def _clear_final(self, info: Any) -> None:
-    """No episode has ended yet."""
+    """Marks that no episode has ended yet."""
     info["_final_obs"][...] = False
     for one in self._final_seen:
       spaces.at(info["final_obs"], one.path)[...] = 0
@@ -215,7 +215,7 @@ class Host(Generic[U]):
       self._final_infos.clear(info["final_info"])
 
   def _put_final(self, info: Any, row: int, value: Any, extra: Any) -> None:
-    """Stores what the last step of an episode gave."""
+    """Stores the final observation and infos of an episode."""
     info["_final_obs"][row] = True
     for one in self._final_seen:
       one.put(spaces.at(info["final_obs"], one.path), row, one.part(value))
@@ -265,27 +265,27 @@ class Host(Generic[U]):
     return f"environment {number % count} of {count} of {self._plan.label}{lane}"
 
   def _tell(self, error: Exception, number: int, what: str, *, mapped: bool = False) -> None:
-    """Notes which environment raised an error; `mapped` is True in a `jax.vmap`."""
+    """Notes on an error which environment raised it; `mapped` is True in a `jax.vmap`."""
     if number >= 0:
       place = self._place(number, mapped=mapped)
       foreign.add_note(error, f"callgate: {place} raised this in {what}()")
 
 
 def fill(view: Any, count: int, values: Any) -> None:
-  """Stores values in the first rows, and zeros in those that fill a call up."""
+  """Stores values in the first rows, and zeros in the rows that fill up a call."""
   view[:count] = values
   view[count:] = 0
 
 
 class LanesMethod(objects.MethodOf):
-  """A method of a process's `Host`, as a function that travels with the user's `make`."""
+  """A method of a process's `Host`, as a function that is sent with the user's `make`."""
 
   def __reduce__(self) -> Any:
     return LanesMethod, (self.instances, self.name)
 
   @property
   def make(self) -> Any:
-    """The user's function, for who looks whether it can be imported."""
+    """The user's function, for checks that it can be imported."""
     made: Any = self.instances.make
     made = made.args[0].make
     while hasattr(made, "func"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of environments' `info` in programs: names with fixed shapes and dtypes, and masks."""
+"""Entries of environments' `info` in programs: names with fixed shapes and dtypes, and masks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from callgate._jax import tracing
 
 
 def declared(label: str, given: Any, where: str = "info") -> dict[str, Any]:
-  """The option `info=` as nested dictionaries of ShapeDtypeStructs, of one environment.
+  """Returns the option `info=` as nested dictionaries of ShapeDtypeStructs, for one environment.
 
   Raises:
-    GateDefinitionError: it is none, or two names would be one.
+    GateDefinitionError: the option is wrong, or two names are equal.
   """
   found = check.named(label, where, given)
   made: dict[str, Any] = {}
@@ -39,7 +39,8 @@ def declared(label: str, given: Any, where: str = "info") -> dict[str, Any]:
 def _type(label: str, where: str, value: Any) -> jax.ShapeDtypeStruct:
   try:
     own = None if isinstance(value, np.dtype) else getattr(value, "dtype", None)
-    typed = isinstance(own, np.dtype)  # NumPy's scalar types have such an attribute, which is none
+    # NumPy's scalar types have a `dtype` attribute that isn't a dtype.
+    typed = isinstance(own, np.dtype)
     shape = tuple(value.shape) if typed and hasattr(value, "shape") else ()
     dtype = np.dtype(own if typed else value)
     if value is None or dtype.hasobject or dtype.kind in "SUVMm":
@@ -55,7 +56,7 @@ def _type(label: str, where: str, value: Any) -> jax.ShapeDtypeStruct:
 
 
 def batched(tree: Mapping[str, Any], count: int) -> dict[str, Any]:
-  """The types of so many environments' infos, with a mask beside each name."""
+  """Returns the types of `count` environments' infos, with a mask beside each name."""
   made: dict[str, Any] = {}
   for name, one in tree.items():
     nested = isinstance(one, dict)
@@ -83,7 +84,7 @@ class Infos:
       self._parts.append((name, f"_{name}", part))
 
   def clear(self, views: Mapping[str, Any]) -> None:
-    """Nothing is there yet."""
+    """Clears all entries and masks."""
     for name, mask, part in self._parts:
       views[mask][...] = False
       if isinstance(part, Infos):

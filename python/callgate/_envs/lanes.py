@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that are each by themselves, in the process where they are stepped."""
+"""Single environments, in the process where they are stepped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callgate._envs.hosts import Host, Levels, Unit, fill
 
 
 class _Lane(Unit):
-  """An environment and what Gymnasium's vector environments know of it."""
+  """An environment, with the state that Gymnasium's vector environments keep of it."""
 
   __slots__ = ("ended", "flags", "length", "seen", "step", "total")
 
@@ -18,9 +18,9 @@ class _Lane(Unit):
     super().__init__(env)
     self.step = env.step
     self.ended: Any = False
-    self.flags: tuple[Any, Any] = (False, False)  # how the episode ended: terminated, truncated
+    self.flags: tuple[Any, Any] = (False, False)  # (terminated, truncated) of the last step
     self.seen: Any = None  # the last observation
-    self.total, self.length = 0.0, 0  # of the episode
+    self.total, self.length = 0.0, 0  # of the current episode
 
   def begin(self, seed: int | None, options: Any) -> Any:
     """Begins an episode; returns the infos."""
@@ -43,7 +43,7 @@ class EnvLanes(Host[_Lane]):
     self, out: Any, lanes: Any, given: Any, mask: Any, options: Any, *, how: seeds.How, form: Any,
     levels: Levels,
   ) -> None:  # fmt: skip
-    """Makes what is not there yet, and resets it with its seed."""
+    """Resets environments with their seeds; makes the missing ones."""
     seen, info = out
     numbers = self._begun(info, lanes, levels)
     values: list[Any] = []
@@ -67,7 +67,7 @@ class EnvLanes(Host[_Lane]):
     self._put(seen, values, numbers, "reset")
 
   def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
-    """Steps each environment; `EnvPlan.autoreset` says when one whose episode ends is reset."""
+    """Steps each environment, and resets ended ones as `EnvPlan.autoreset` says."""
     seen, *numeric, info, episodes = out
     numbers = self._begun(info, lanes, levels)
     plan, have = self._plan, self._units
@@ -93,7 +93,7 @@ class EnvLanes(Host[_Lane]):
           lane.ended = terminated or truncated
         elif stays:
           value, reward, (terminated, truncated), extra = lane.seen, 0.0, lane.flags, {}
-          lane.total, lane.length = 0.0, 0  # it has been told
+          lane.total, lane.length = 0.0, 0  # the ended episode has been reported
         else:
           extra = lane.again()
           value, reward, terminated, truncated = lane.seen, 0.0, False, False
@@ -119,7 +119,7 @@ class EnvLanes(Host[_Lane]):
       fill(episodes["length"], len(numbers), [length for _, length in done])
 
   def _noted(self, lane: _Lane, number: int, row: int, info: Any, extra: Any) -> Any:
-    """Films a step and, in the mode that does, begins the next episode; returns the infos."""
+    """Films a step; with autoreset="same_step" begins the next episode. Returns the infos."""
     if number == self._video_lane and (lane.length or not lane.ended):
       self._film(lane, ends=bool(lane.ended))
     if lane.ended and self._plan.autoreset == "same_step":

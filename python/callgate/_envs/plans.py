@@ -18,7 +18,7 @@ from callgate._envs.options import Autoreset
 from callgate._envs.videos import VideoPlan
 from callgate._jax import tracing
 
-FINAL = ("final_obs", "final_info")  # Gymnasium's names for what an episode's last step gave
+FINAL = ("final_obs", "final_info")  # Gymnasium's names for the last step's results of an episode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +26,17 @@ class EnvPlan:
   """Describes the environments to all processes.
 
   Attributes:
-    label: as messages begin.
-    make: gives one environment, or one vector environment.
-    count: how many environments there are, without the copies that lanes of `jax.vmap` have.
-    width: how many of them a vector environment has; 0 where each is by itself.
-    autoreset: as `callgate.envs` has it.
-    observation_space, action_space: of one.
-    observations, actions: those as pytrees of ShapeDtypeStructs.
-    info: what of infos programs get, likewise.
-    reward: its dtype.
-    episodes: whether programs get returns and lengths of episodes.
-    video: the environment whose pictures are kept, if any, and where.
+    label: the beginning of messages.
+    make: returns one environment, or one vector environment.
+    count: the number of environments, without the copies of lanes of `jax.vmap`.
+    width: the number of environments of a vector environment; 0 for single environments.
+    autoreset: the option of `callgate.envs`.
+    observation_space, action_space: the spaces of one environment.
+    observations, actions: the spaces as pytrees of ShapeDtypeStructs.
+    info: the entries of infos that programs get, as ShapeDtypeStructs.
+    reward: the rewards' dtype.
+    episodes: True if programs get returns and lengths of episodes.
+    video: the environment whose pictures are kept, and the folder; or None.
   """
 
   label: str
@@ -54,7 +54,7 @@ class EnvPlan:
   video: VideoPlan | None
 
   def of_reset(self, count: int) -> tuple[Any, Any]:
-    """The types of a reset's results: observations and infos."""
+    """Returns the types of a reset's results: observations and infos."""
 
     def of_all(one: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct((count, *one.shape), one.dtype)
@@ -68,7 +68,7 @@ class EnvPlan:
     return seen, info
 
   def of_step(self, count: int) -> tuple[Any, ...]:
-    """The results of a step: observations, rewards, terminated, truncated, infos, episodes."""
+    """Returns a step's types: observations, rewards, terminated, truncated, infos, episodes."""
     seen, info = self.of_reset(count)
     number = jax.ShapeDtypeStruct((count,), self.reward)
     flag = jax.ShapeDtypeStruct((count,), np.bool_)
@@ -81,7 +81,7 @@ def plan_of(
   label: str, make: Any, count: int, info: Any, *, devices: int, vector: bool,
   autoreset: Autoreset, episodes: bool, video: VideoPlan | None,
 ) -> EnvPlan:  # fmt: skip
-  """The spaces of an environment, which is closed again."""
+  """Returns the plan for an environment's spaces; makes and closes one."""
   spaces.gymnasium(label)
   _check_make(label, make, vector=vector)
   if autoreset == "same_step":
@@ -118,7 +118,7 @@ def _check_make(label: str, make: Any, *, vector: bool) -> None:
     signature = inspect.signature(make)
     seeded = vector and "seed" in signature.parameters
     signature.bind(**({"seed": 0} if seeded else {}))
-  except ValueError:  # it tells no signature
+  except ValueError:  # no signature is available
     pass
   except TypeError:
     kind = "a vector environment" if vector else "an environment"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector environments, in the process where they are stepped: each has the environments of a unit.
+"""Vector environments, in the process where they are stepped: each is a unit.
 
-All copies of a vector environment, and those of each device, are vector environments of their own.
+Each copy, and each device, has a vector environment of its own.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from callgate._envs.hosts import Host, Levels, Unit
 
 
 class _Vector(Unit):
-  """A vector environment and what is known of its episodes."""
+  """A vector environment, with the state of its episodes."""
 
   __slots__ = ("ended", "lengths", "seen", "totals")
 
   def __init__(self, env: Any, width: int) -> None:
     super().__init__(env)
     self.ended = np.zeros(width, bool)
-    self.totals, self.lengths = np.zeros(width), np.zeros(width, np.int32)  # of the episodes
-    self.seen: Any = None  # the last observations, copies, where resets may leave some
+    # Of the current episodes.
+    self.totals, self.lengths = np.zeros(width), np.zeros(width, np.int32)
+    # Copies of the last observations, if resets may leave some environments alone.
+    self.seen: Any = None
 
   def begin(self, mask: Any) -> None:
-    """Episodes begin in those of the mask."""
+    """Begins episodes in the environments of the mask."""
     rows = slice(None) if mask is None else mask
     self.ended[rows] = False
     self.totals[rows], self.lengths[rows] = 0, 0
@@ -41,7 +43,7 @@ class EnvVectors(Host[_Vector]):
     self, out: Any, lanes: Any, given: Any, mask: Any, options: Any, *, how: seeds.How, form: Any,
     levels: Levels,
   ) -> None:  # fmt: skip
-    """Makes what is not there yet, and resets it with its seeds."""
+    """Resets vector environments with their seeds; makes the missing ones."""
     seen, info = out
     numbers = self._begun(info, lanes, levels)
     every = self._seeds(how, given, numbers)
@@ -65,7 +67,7 @@ class EnvVectors(Host[_Vector]):
   def _begin(
     self, number: int, unit: _Vector, own: Any, options: Any, mask: Any, results: Any
   ) -> None:
-    """Resets a unit's environments of the mask with `own` seeds, and stores what they show."""
+    """Resets a unit's environments of the mask with `own` seeds, and stores their observations."""
     plan = self._plan
     if mask is not None and mask.all() and unit.fresh:
       mask = None
@@ -92,7 +94,7 @@ class EnvVectors(Host[_Vector]):
       self._film(unit, begins=True)
 
   def step(self, out: Any, lanes: Any, actions: Any, *, levels: Levels) -> None:
-    """Steps each vector environment, which resets its own where episodes end."""
+    """Steps each vector environment, which resets its own environments when episodes end."""
     seen, rewards, over, cut, info, episodes = out
     numbers = self._begun(info, lanes, levels)
     plan = self._plan
@@ -119,7 +121,7 @@ class EnvVectors(Host[_Vector]):
           episodes["return"][rows], episodes["length"][rows] = totals, lengths
         filmed = self._video_lane - number * self._size
         if self._video is not None and 0 <= filmed < self._size:
-          # A vector that begins anew in the same step has no picture of the end.
+          # A vector environment that resets in the same step has no picture of the end.
           now = bool(ended[filmed])
           begins = now and plan.autoreset == "same_step"
           self._film(unit, begins=begins, ends=now and not begins)
@@ -129,7 +131,7 @@ class EnvVectors(Host[_Vector]):
     self._clear_rest(len(numbers), seen, rewards, over, cut, *episodes.values())
 
   def _count(self, unit: _Vector, rewards: Any, ended: Any) -> tuple[Any, Any]:
-    """The returns and lengths of the episodes so far, the last step included."""
+    """Returns the returns and lengths of the episodes so far, with the last step."""
     begun = unit.ended if self._plan.autoreset == "next_step" else np.zeros_like(unit.ended)
     unit.totals = np.where(begun, 0.0, unit.totals + rewards)
     unit.lengths = np.where(begun, 0, unit.lengths + 1)
@@ -141,7 +143,7 @@ class EnvVectors(Host[_Vector]):
     return totals, lengths
 
   def _put_finals(self, info: Any, rows: Any, extra: Any, ended: Any) -> None:
-    """Stores what the last steps of episodes gave, from Gymnasium's infos of such a step."""
+    """Stores the final observations and infos of episodes, from Gymnasium's infos of the step."""
     if not ended.any():
       return
     if "final_obs" not in extra:
@@ -158,7 +160,7 @@ class EnvVectors(Host[_Vector]):
 
   # ------------------------------------------------------------------------------------------------
   def _by_unit(self, numbers: list[int]) -> Iterator[tuple[int, Any]]:
-    """Each unit's number, and the rows of its environments in their order."""
+    """Yields each unit's number, and the rows of its environments in order."""
     units = np.array(numbers, np.int64) // self._size
     for number in dict.fromkeys(units.tolist()):
       yield number, np.flatnonzero(units == number)
@@ -168,7 +170,7 @@ class EnvVectors(Host[_Vector]):
       one.put_rows(spaces.at(seen, one.path), rows, one.part(value))
 
   def _kept(self, unit: _Vector, value: Any, mask: Any) -> Any:
-    """Observations, with the last ones where a reset left environments alone; keeps copies."""
+    """Returns observations, with the last ones outside the mask; keeps copies of them."""
     if self._plan.autoreset != "disabled":
       return value
     copy = unit.seen if mask is not None else {}
@@ -181,13 +183,13 @@ class EnvVectors(Host[_Vector]):
     return spaces.tree_of(copy)
 
   def _last(self, unit: _Vector, number: int) -> Any:
-    """The last observations; raises where there are none."""
+    """Returns the last observations; raises if there are none."""
     if unit.fresh:
       raise self._missing(number * self._size)
     return spaces.tree_of(unit.seen)
 
   def _clear_rest(self, count: int, *views: Any) -> None:
-    """Writes zeros to the rows that fill a call up."""
+    """Writes zeros to the rows that fill up a call."""
     for view in views:
       for _, one in spaces.leaves(view):
         one[count:] = 0

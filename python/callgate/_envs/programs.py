@@ -113,18 +113,18 @@ class Programs:
     return self._there["shut"](jnp.zeros((count, 1), np.int32))
 
   def render(self, number: int) -> Any:
-    """The picture of a worker's environment, which comes as a pickle."""
+    """Returns the picture of a worker's environment, by a pickle."""
     worker = self.layout.worker_of(number)
     lanes = np.full((self.run_on.count, 1), NONE, np.int32)
     lanes[worker] = number
     with errors():
       size = int(jax.jit(self._there["rendered"])(lanes)[worker])
-      room = 1 << size.bit_length()  # few programs, whatever the sizes
+      room = 1 << size.bit_length()  # a few programs serve all sizes
       picture = jax.jit(self._there["picture"], static_argnames="room")
       rows = np.asarray(picture(lanes, room=room))
     return pickle.loads(rows[worker, :size].tobytes())
 
 
 def _for_each(rows: int, value: Any) -> Any:
-  """A value as an operand with a row for each environment."""
+  """Returns a value as an operand with a row for each environment."""
   return jnp.broadcast_to(value, (rows, *value.shape))

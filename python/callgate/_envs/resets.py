@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a reset beside its seeds: a mask of environments, and options.
+"""Arguments of a reset besides its seeds: a mask of environments, and options.
 
 Options are a dictionary, as Gymnasium's `reset(options=)` takes. Its arrays are operands of the
-program's call, and all else is fixed when that is traced, as a form: nested tuples.
+program's call. All other values are fixed while tracing, as a form: nested tuples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Form = tuple[str, Any]
 
 
 def mask_of(label: str, mask: Any, autoreset: str, count: int) -> Any:
-  """The mask as an array, checked; None for all."""
+  """Checks the mask and returns it as an array; None for all."""
   if mask is None:
     return None
   if autoreset != "disabled":
@@ -42,7 +42,7 @@ def mask_of(label: str, mask: Any, autoreset: str, count: int) -> Any:
 
 
 def form_of(label: str, options: Any) -> tuple[Form | None, list[Any]]:
-  """The form of options, and their arrays, which it names by number; None without options."""
+  """Returns the form of options, and their arrays, which it refers to by number; None if none."""
   arrays: list[Any] = []
 
   def of(where: str, value: Any) -> Form:
@@ -79,7 +79,7 @@ def form_of(label: str, options: Any) -> tuple[Form | None, list[Any]]:
 
 
 def options_of(form: Form | None, array: Callable[[int], Any]) -> Any:
-  """The options on the host; `array` gives the value of one by its number."""
+  """Returns the options on the host; `array` returns an array by its number."""
   if form is None:
     return None
   kind, parts = form
@@ -94,5 +94,5 @@ def options_of(form: Form | None, array: Callable[[int], Any]) -> Any:
 
 
 def _own(value: Any) -> Any:
-  """A copy, which environments may keep; of a number Python's own."""
+  """Returns a copy, which environments may keep; numbers become Python numbers."""
   return value.item() if value.ndim == 0 else np.array(value)

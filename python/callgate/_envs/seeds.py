@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of environments: a key's or a number's words in programs, integers on the host.
 
-A key's integer is that of its data's words, the first of most weight: `jax.random.key(7)` is 7.
+A key's integer consists of its data's words, the most significant first: `jax.random.key(7)` is 7.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _WORD = 2**32
 
 
 def operand(label: str, key: Any, count: int) -> tuple[How, Any]:
-  """How a program's call tells its seeds, and the array that does.
+  """Returns how a program's call passes its seeds, and the array with them.
 
   Args:
-    label: whose they are, as messages begin.
+    label: the beginning of messages.
     key: None, a PRNG key, an integer, or a seed for each of `count` environments.
-    count: how many environments there are.
+    count: the number of environments.
 
   Returns:
-    "none" and None; "words" and uint32[words], most weight first; "number" and an integer array of
-    shape (); "lanes" and integers of shape (count,), or uint32[count, 2] of larger ones.
+    "none" and None; "words" and uint32[words], the most significant first; "number" and an integer
+    array of shape (); "lanes" and integers of shape (count,), or uint32[count, 2] for larger ones.
   """
   if key is None:
     return "none", None
@@ -72,7 +72,7 @@ def _wrong(label: str, count: int, got: str) -> GateDefinitionError:
 
 
 def _check_sign(label: str, key: Any) -> None:
-  """Raises for a negative seed in an array whose elements are known, and are this process's."""
+  """Raises for a negative seed in a concrete array of this process."""
   known = getattr(key, "is_fully_addressable", False) and key.size
   if known and (least := np.asarray(key).min()) < 0:
     raise GateDefinitionError(f"{label}: key: expected a seed of at least 0, got {least}")
@@ -105,12 +105,15 @@ def _of_list(label: str, given: Any, count: int) -> Any:
 
 
 def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int | None]:
-  """The seed of each lane, on the host; `seeds` has a row for each, `count` is that of all."""
+  """Returns the seed of each lane, on the host.
+
+  `seeds` has a row for each lane; `count` is the number of all environments.
+  """
   if how == "none" or not lanes:
     return [None] * len(lanes)
   if how == "lanes":
     return [_joined(row) if seeds.ndim > 1 else _positive(row) for row in seeds]
-  states: dict[int, list[int]] = {}  # one for each lane of `jax.vmap`
+  states: dict[int, list[int]] = {}  # by lane of `jax.vmap`
   found: list[int | None] = []
   for row, lane in zip(seeds, lanes, strict=True):
     entropy = integer_of(row)
@@ -121,7 +124,7 @@ def of_lanes(how: How, seeds: Any, lanes: Sequence[int], count: int) -> list[int
 
 
 def integer_of(seed: Any) -> int:
-  """The integer that a key's words, or a number, are."""
+  """Returns the integer of a key's words, or of a number."""
   return _joined(seed) if np.ndim(seed) else _positive(seed)
 
 

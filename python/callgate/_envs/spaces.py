@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gymnasium's spaces as pytrees of shapes and dtypes, and values on their way between the two."""
+"""Gymnasium's spaces as pytrees of shapes and dtypes, and the conversion of values."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Path = tuple[Any, ...]
 
 
 def gymnasium(label: str) -> Any:
-  """The library, or an error that says how to get it."""
+  """Returns the library; raises an error with the command to install it."""
   return extras.library("gymnasium", "Gymnasium", "envs", by=label)
 
 
 def types(label: str, which: str, space: Any) -> Any:
-  """A space as a pytree of ShapeDtypeStructs, of JAX's canonical dtypes.
+  """Returns a space as a pytree of ShapeDtypeStructs, of JAX's canonical dtypes.
 
   Dict becomes a dict and Tuple a tuple; Box, Discrete, MultiDiscrete and MultiBinary are leaves.
 
   Args:
-    label: whose it is, as messages begin.
-    which: "observation_space" or "action_space"; begins the names of its parts.
+    label: the beginning of messages.
+    which: "observation_space" or "action_space", for the names of its parts.
     space: the space of one environment.
 
   Raises:
-    GateDefinitionError: a part has no fixed shape and dtype, or values that JAX's dtype can't hold.
+    GateDefinitionError: a part has no fixed shape and dtype, or has values that JAX's dtype can't
+      represent.
   """
   kinds = gymnasium(label).spaces
   if isinstance(space, kinds.Dict):
@@ -72,7 +73,7 @@ def _bounds(kinds: Any, space: Any) -> tuple[int, int]:
 
 # -- actions ---------------------------------------------------------------------------------------
 def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -> None:
-  """Raises unless traced actions, a pytree of arrays, are those of `count` environments."""
+  """Raises unless the traced actions, a pytree of arrays, fit `count` environments."""
   tree = jax.tree.structure(want)
   if jax.tree.structure(actions) != tree:
     raise GateDefinitionError(
@@ -93,7 +94,7 @@ def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -
 
 
 def _holds(own: Any, got: Any) -> bool:
-  """True if the space's dtype has every value of another, of the same kind."""
+  """True if the space's dtype has every value of another dtype of the same kind."""
   integers = jax.numpy.issubdtype(own, np.integer)
   kind = jax.numpy.integer if integers else jax.numpy.floating
   same = jax.numpy.issubdtype(got, kind) or (integers and got == np.bool_)
@@ -101,7 +102,7 @@ def _holds(own: Any, got: Any) -> bool:
 
 
 def dtypes_of(space: Any) -> list[Any]:
-  """The dtypes that a space says, of its leaves in JAX's order."""
+  """Returns the dtypes of a space's leaves, in JAX's order."""
   inner = getattr(space, "spaces", None)
   if inner is None:
     return [np.dtype(space.dtype)]
@@ -110,7 +111,7 @@ def dtypes_of(space: Any) -> list[Any]:
 
 
 def rows(space: Any, value: Any) -> Sequence[Any]:
-  """The actions of each environment, as Gymnasium's vector environments give them: copies."""
+  """Returns copies of the actions for each environment, as Gymnasium's vector environments do."""
   inner = getattr(space, "spaces", None)
   if inner is None:
     return list(np.array(value, np.dtype(space.dtype)))
@@ -121,7 +122,7 @@ def rows(space: Any, value: Any) -> Sequence[Any]:
 
 
 def batch(space: Any, value: Any, rows: Any) -> Any:
-  """The actions of several environments, as a vector environment takes them: copies."""
+  """Returns copies of several environments' actions, as a vector environment takes them."""
   inner = getattr(space, "spaces", None)
   if inner is None:
     return np.array(value[rows], np.dtype(space.dtype))
@@ -132,7 +133,7 @@ def batch(space: Any, value: Any, rows: Any) -> Any:
 
 # -- what environments give ------------------------------------------------------------------------
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-  """Each leaf of dictionaries and tuples, with the keys that lead to it."""
+  """Yields each leaf of dictionaries and tuples, with the keys that lead to it."""
   if isinstance(tree, dict):
     for key in tree:
       yield from leaves(tree[key], (*path, key))
@@ -144,7 +145,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tree_of(found: Mapping[Path, Any]) -> Any:
-  """Values by their paths, as dictionaries that a `Store` takes its part of."""
+  """Returns values by path as nested dictionaries, for the parts of `Store`s."""
   if list(found) == [()]:
     return found[()]
   made: dict[Any, Any] = {}
@@ -164,12 +165,12 @@ def at(tree: Any, path: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-  """Where one part of what an environment gives goes: to its row of an array.
+  """Stores one part of an environment's values in its row of an array.
 
   Attributes:
-    what: "observation['x']", as messages say.
+    what: "observation['x']", for messages.
     path: the keys that lead to it.
-    shape, dtype: of one environment's.
+    shape, dtype: the type of one environment's part.
   """
 
   what: str
@@ -185,14 +186,14 @@ class Store:
     ]
 
   def part(self, value: Any) -> Any:
-    """Its part of what an environment gives."""
+    """Returns its part of an environment's value."""
     try:
       return at(value, self.path)
     except (KeyError, IndexError, TypeError):
       raise ResultError(f"{self.what}: expected a value as in the space, got none") from None
 
   def put_all(self, view: Any, values: list[Any]) -> bool:
-    """Stores values in the first rows, if all are arrays of this very form; else does nothing."""
+    """Stores values in the first rows if all are arrays of exactly this type. False if not."""
     dtype, shape = self.dtype, self.shape
     if not shape or not values:
       return not values
@@ -233,11 +234,11 @@ class Store:
     raise ResultError(f"{self.what}: expected {expected}, got {shown}")
 
 
-_SHOWN = 4  # values in a message
+_SHOWN = 4  # the most values in a message
 
 
 def _is_number(value: Any, dtype: np.dtype[Any]) -> bool:
-  """Python's own numbers, of a kind that the dtype includes; flags serve as numbers."""
+  """True for a Python number of a kind that the dtype includes; bools count as numbers."""
   if isinstance(value, (bool, np.bool_)):
     return dtype.kind in "biuf"
   return isinstance(value, (int, np.integer)) and dtype.kind in "iuf"

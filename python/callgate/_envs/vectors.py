@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector environments, of Gymnasium's interface and of EnvPool's: what they tell of themselves.
+"""Vector environments, with the interface of Gymnasium or EnvPool: their properties and calls.
 
-EnvPool (https://envpool.readthedocs.io) is seeded where it is made, resets and steps those of given
-numbers, `env_id`, and tells the spaces of one environment and the order of its results.
+EnvPool (https://envpool.readthedocs.io) takes its seed when it is made, resets and steps the
+environments of given numbers (`env_id`), and has the spaces of one environment. It also returns the
+order of its results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._envs import spaces
 from callgate._envs.options import Autoreset
 
-_MOST_SEED = 2**31  # of EnvPool's seeds
+_MOST_SEED = 2**31  # the limit of EnvPool's seeds
 
 
 def takes(function: Any, name: str) -> bool:
@@ -29,7 +30,7 @@ def takes(function: Any, name: str) -> bool:
 
 
 def made(make: Any, seed: Any = None) -> Any:
-  """A vector environment; with `seed` if `make` takes one."""
+  """Makes a vector environment; with `seed` if `make` takes one."""
   if not takes(make, "seed"):
     return make()
   required = inspect.signature(make).parameters["seed"].default is inspect.Parameter.empty
@@ -44,12 +45,12 @@ def is_pool(env: Any) -> bool:
 
 
 def seeded_by_make(env: Any, make: Any) -> bool:
-  """True if a seed goes to `make`, and a reset with one makes the environment anew."""
+  """True if a seed goes to `make`, so that a reset with one makes a new environment."""
   return takes(make, "seed") and (is_pool(env) or not takes(env.reset, "seed"))
 
 
 def spaces_of(env: Any) -> tuple[Any, Any]:
-  """The spaces of one of its environments."""
+  """Returns the spaces of one of its environments."""
   return tuple(
     getattr(env, f"single_{name}", None) or getattr(env, name)
     for name in ("observation_space", "action_space")
@@ -57,7 +58,7 @@ def spaces_of(env: Any) -> tuple[Any, Any]:
 
 
 def _width(env: Any) -> Any:
-  """How many environments it says to have; EnvPool's says so in its config, and by `len`."""
+  """Returns its number of environments; EnvPool has it in its config, and by `len`."""
   if (width := getattr(env, "num_envs", None)) is None:
     config = getattr(env, "config", None)
     width = config.get("num_envs") if isinstance(config, Mapping) else None  # pyright: ignore
@@ -65,7 +66,7 @@ def _width(env: Any) -> Any:
 
 
 def width_of(label: str, env: Any, autoreset: Autoreset) -> int:
-  """How many environments it has; raises unless it is a vector environment of this `autoreset`."""
+  """Returns its number of environments; raises unless it has this `autoreset`."""
   width: Any = _width(env)
   has_all = all(
     hasattr(env, name) for name in ("reset", "step", "observation_space", "action_space")
@@ -94,13 +95,13 @@ def width_of(label: str, env: Any, autoreset: Autoreset) -> int:
 
 
 def _mode_of(env: Any) -> str:
-  """Its mode, by Gymnasium's names in small letters; "next_step" where it tells none."""
+  """Returns its autoreset mode, by Gymnasium's names in lower case; "next_step" by default."""
   mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
   return "next_step" if mode is None else str(getattr(mode, "name", mode)).lower()
 
 
 def reset(env: Any, *, seed: Any, options: dict[str, Any] | None, mask: Any) -> tuple[Any, Any]:
-  """Resets those of `mask`, a bool array, or all; results have a row for each of all, in order."""
+  """Resets the environments of `mask`, a bool array, or all; results have a row for each of all."""
   more: dict[str, Any] = {}
   if is_pool(env):
     if mask is not None:
@@ -132,19 +133,19 @@ def _in_order(seen: Any, info: Any, mask: Any) -> tuple[Any, Any]:
     seen, info = rows_of(seen, order), rows_of(info, order)
   if mask is None:
     return seen, info
-  # The rows of the others are never looked at.
+  # The other rows are never read.
   places = np.maximum(np.cumsum(mask) - 1, 0)
   return rows_of(seen, places), rows_of(info, places)
 
 
 def _order(info: Any) -> Any:
-  """The places of EnvPool's results by its environments' numbers, where it tells them."""
+  """Returns the places of EnvPool's results by environment number, if it has them."""
   numbers = info.get("env_id") if isinstance(info, Mapping) else None  # pyright: ignore
   return None if numbers is None else np.argsort(np.asarray(numbers), kind="stable")
 
 
 def rows_of(tree: Any, rows: Any) -> Any:
-  """Rows of all arrays in dictionaries and tuples."""
+  """Returns rows of all arrays in dictionaries and tuples."""
   if isinstance(tree, Mapping):
     return {key: rows_of(value, rows) for key, value in tree.items()}  # pyright: ignore
   if isinstance(tree, tuple):
@@ -153,10 +154,10 @@ def rows_of(tree: Any, rows: Any) -> Any:
 
 
 def seed_of(env: Any, seeds: list[Any], whole: int | None) -> Any:
-  """The seed that a reset gets: one for each environment, or the one that all were made of.
+  """Returns the seed for a reset: one for each environment, or the one from which all were made.
 
-  Gymnasium's vectors of single environments take a list. An environment that is a vector by itself
-  has one random generator, and takes `whole`, where the caller gave one.
+  Gymnasium's vectors of single environments take a list. Other vector environments have a single
+  random generator, and take `whole`, if the caller passed it.
   """
   gymnasium: Any = spaces.gymnasium("envs")
   single = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
@@ -165,13 +166,13 @@ def seed_of(env: Any, seeds: list[Any], whole: int | None) -> Any:
 
 
 def seed_of_make(seeds: list[Any], whole: int | None) -> int:
-  """The seed that `make` gets, of 31 bits."""
+  """Returns the seed for `make`, of 31 bits."""
   seed = seeds[0] if whole is None else whole
   return seed if seed < _MOST_SEED else int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
 
 def final_row(values: Any, row: int) -> Any:
-  """One environment's part of "final_obs", an array of objects or of rows."""
+  """Returns one environment's part of "final_obs", an array of objects or of rows."""
   if isinstance(values, Mapping):
     return {key: final_row(value, row) for key, value in values.items()}  # pyright: ignore
   if isinstance(values, tuple):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of one environment, a file an episode, written where the environment is.
+"""Pictures of one environment, one file for each episode, written in the environment's process.
 
-A GIF or an MP4 has a whole episode; of PNGs each has a picture. A file of its final name is whole.
+A GIF or an MP4 has a whole episode; a PNG has one picture. Files appear under their final names
+when they are complete.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from callgate._core.errors import GateDefinitionError, GateError, ResultError
 from callgate._envs.options import VideoFormat
 
 _EXPECTED = "(lane, folder) or (lane, folder, 'gif', 'png' or 'mp4')"
-_RATE = 30.0  # pictures a second, of environments that tell none
+_RATE = 30.0  # default of pictures a second, if an environment has none
 
 
 @dataclasses.dataclass(frozen=True)
 class VideoPlan:
-  """Which environment's pictures are kept, and where.
+  """The environment whose pictures are kept, and their destination.
 
   Attributes:
-    label: whose, as messages begin.
+    label: the beginning of messages.
     lane: the environment's number.
     folder: an absolute path.
-    format: of the files.
+    format: the format of the files.
     rate: pictures a second.
   """
 
@@ -46,10 +47,10 @@ class VideoPlan:
 
   @classmethod
   def checked(cls, label: str, given: Any) -> VideoPlan | None:
-    """The option `record_video=`; GateDefinitionError names what it lacks."""
+    """Checks the option `record_video=`; a GateDefinitionError names its fault."""
     if given is None:
       return None
-    if isinstance(given, (str, os.PathLike)):  # the folder alone
+    if isinstance(given, (str, os.PathLike)):  # only the folder
       check.path(label, "record_video", given)
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):  # pyright: ignore
       check.refuse(label, "record_video", _EXPECTED, given)
@@ -62,7 +63,7 @@ class VideoPlan:
     return cls(label, lane, opened.resolved(folder), kind)
 
   def of(self, label: str, env: Any, count: int) -> VideoPlan:
-    """The plan for environments as `env`, of which there are so many."""
+    """Returns the plan for `count` environments like `env`."""
     if self.lane >= count:
       most = f"the number of an environment, from 0 to {count - 1}"
       check.refuse(label, "record_video[0]", most, self.lane)
@@ -81,11 +82,11 @@ class Video:
 
   def __init__(self, plan: VideoPlan) -> None:
     self._plan = plan
-    self._number, self._count = 0, 0  # of the episode, and how many pictures it has
+    self._number, self._count = 0, 0  # the episode's number, and the number of its pictures
     self._writer: _Writer | None = None
 
   def add(self, given: Any) -> None:
-    """Adds a picture to the episode that runs; begins one where none does."""
+    """Adds a picture to the current episode; begins one if there is none."""
     pixels = np.asarray(given)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
       got = "None" if given is None else type_text(pixels.dtype, pixels.shape)
@@ -99,7 +100,7 @@ class Video:
     self._count += 1
 
   def end(self) -> None:
-    """Ends the episode that runs, if one does; a reset without steps is none."""
+    """Ends the current episode, if there is one; a reset without steps isn't an episode."""
     writer, self._writer, count, self._count = self._writer, None, self._count, 0
     if writer is not None:
       writer.end(keep=count > 1)
@@ -115,7 +116,7 @@ class _Writer(Protocol):
 
 
 class _Pngs:
-  """A file a picture: `episode-0003-00012.png`."""
+  """A file for each picture: `episode-0003-00012.png`."""
 
   def __init__(self, begin: pathlib.Path, rate: float) -> None:
     del rate
@@ -132,11 +133,11 @@ class _Pngs:
 
   @staticmethod
   def library(label: str) -> None:
-    """Needs none."""
+    """Needs no library."""
 
 
 class _Gif:
-  """An animation: in memory a byte a pixel until the episode ends, as its colours are 256."""
+  """An animation with 256 colors; it needs a byte for each pixel until the episode ends."""
 
   def __init__(self, begin: pathlib.Path, rate: float) -> None:
     self._path, self._rate = begin.with_name(f"{begin.name}.gif"), rate
@@ -151,7 +152,7 @@ class _Gif:
       return
     first, *rest = self._pictures
     part = self._path.with_name(f".{self._path.name}.part")
-    milliseconds = max(20, round(1000 / self._rate))  # what players draw at all
+    milliseconds = max(20, round(1000 / self._rate))  # players show no shorter times
     first.save(
       part, "GIF", save_all=True, append_images=rest, duration=milliseconds, loop=0
     )  # fmt: skip
@@ -163,7 +164,7 @@ class _Gif:
 
 
 class _Mp4:
-  """A film, which a process of ffmpeg writes as pictures come."""
+  """A video, which a process of ffmpeg writes as pictures come."""
 
   def __init__(self, begin: pathlib.Path, rate: float) -> None:
     self._path = begin.with_name(f"{begin.name}.mp4")
@@ -188,17 +189,17 @@ class _Mp4:
     ffmpeg = extras.library("imageio_ffmpeg", "imageio-ffmpeg", "video", by="record_video")
     height, width = self._shape
     raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(self._rate)]
-    even = "pad=ceil(iw/2)*2:ceil(ih/2)*2"  # what players take has even edges, and half the colours
+    even = "pad=ceil(iw/2)*2:ceil(ih/2)*2"  # players need even edges and subsampled colors
     film = ["-an", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-vf", even, str(self._part)]
     command = [ffmpeg.get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, "-i", "-", *film]
-    # A group of its own, which a Ctrl-C in the terminal does not reach.
+    # A process group of its own, which Ctrl-C in the terminal doesn't reach.
     return subprocess.Popen(
       command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
       process_group=0,
     )  # fmt: skip
 
   def _ended(self) -> None:
-    """Waits for the process; raises what it says where it has failed."""
+    """Waits for the process; raises its message if it has failed."""
     process, self._process = self._process, None
     if process is None:
       return
@@ -227,7 +228,7 @@ _WRITERS: dict[str, type[_Writer]] = {"png": _Pngs, "gif": _Gif, "mp4": _Mp4}
 
 
 def picture_of(frames: Any, lane: int, count: int) -> Any:
-  """The picture of one of `count` environments that a vector environment renders."""
+  """Returns the picture of one of `count` environments that a vector environment renders."""
   if isinstance(frames, (Sequence, np.ndarray)) and len(frames) == count:  # pyright: ignore
     return frames[lane]
   raise ResultError(

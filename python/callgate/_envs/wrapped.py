@@ -24,7 +24,7 @@ from callgate._core.public import Closing
 from callgate._envs import spaces
 
 State = dict[str, Any]
-_FIRST_COUNT = 1e-4  # of values before the first, with mean 0 and variance 1, as Gymnasium has it
+_FIRST_COUNT = 1e-4  # the initial count, with mean 0 and variance 1, as in Gymnasium
 
 
 class WrappedEnvs(Closing):
@@ -170,7 +170,7 @@ class WrappedEnvs(Closing):
     number = self._sum(weight)
     some = jnp.maximum(number, 1)
     weight = weight.reshape(-1, *[1] * (values.ndim - 1))
-    # Rows that do not count may hold anything, NaN included.
+    # Rows with weight 0 may have any value, also NaN.
     values = jnp.where(weight > 0, values, 0)
     mean = self._sum(values) / some
     spread = self._sum(jnp.where(weight > 0, (values - mean) ** 2, 0))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places where gates run, one interface for all: threads, workers, executors, objects there."""
+"""Places where gates run: threads, workers, executors and their objects, behind one interface."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates that a `concurrent.futures.Executor` runs: pieces of their lanes are sent to it.
+"""Gates that a `concurrent.futures.Executor` runs: it gets pieces of their lanes.
 
 Each piece is one task. The function goes with it as bytes, which a process unpickles once.
 """
@@ -29,7 +29,7 @@ from callgate._places.place import Place, RemoteGate, RunLane
 from callgate._places.remote import Description
 from callgate._places.workers import usable_cpus
 
-_PIECE_SECONDS = 0.01  # that a piece should take: sending it takes about a tenth of that
+_PIECE_SECONDS = 0.01  # the seconds of a piece; sending it takes about a tenth of that
 Arrays = Sequence[Any]
 # The process whose gates an executor runs. Under the GIL: single steps.
 _processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDictionary()
@@ -49,22 +49,22 @@ class ExecutorPlace(Place):
 
 
 class ExecutorGate(RemoteGate):
-  """Answers the runtime about a gate that an executor runs."""
+  """A gate that an executor runs, as the runtime sees it."""
 
   def __init__(self, gate: Any, executor: futures.Executor) -> None:
     self.label, self.described, self.executor = gate.label, Description.of(gate), executor
     self.timeout, self.retries, self.aliases = gate.timeout, gate.retries, dict(gate.aliases)
     self.in_order = gate.effect == "ordered"
     self.most = 1 if self.in_order else gate.in_flight or 2 * _size(executor)
-    # Threads have the function itself.
+    # Threads get the function itself.
     self.here = isinstance(executor, futures.ThreadPoolExecutor)
     self._text: bytes | None = None
-    self._tasks: dict[str, Callable[..., Any]] = {}  # by spec; executors may know them again
+    self._tasks: dict[str, Callable[..., Any]] = {}  # by spec; executors may recognize equal tasks
     self._lane_seconds = 0.0
 
   def prepare(self) -> None:
-    """Finds out, while a call is traced, whether the executor will be able to make it."""
-    if not _callgate.is_replaying():  # a recording answers: it may never be needed
+    """Checks, while a call is traced, that the executor can make it."""
+    if not _callgate.is_replaying():  # a replay may never need the executor
       self._pickle()
 
   def _refuse_the_parents(self) -> None:
@@ -101,7 +101,7 @@ class ExecutorGate(RemoteGate):
     def run(
       spec: str, cast: bool, operands: Arrays, types: Any, lane: int, interrupts: int
     ) -> list[Any]:
-      del cast, types, lane, interrupts  # whoever waits checks the results
+      del cast, types, lane, interrupts  # the waiting side checks the results
       call: Any = _OneLane(operands)
       self.run(spec, call)
       return list(call.results)
@@ -109,7 +109,7 @@ class ExecutorGate(RemoteGate):
     return run
 
   def run(self, spec: str, lanes: _callgate.CallLanes) -> None:
-    """Runs all lanes of a call; raises what the first lane that failed did."""
+    """Runs all lanes of a call; raises the exception of the first lane that failed."""
     count = len(lanes)
     if count == 0:
       return
@@ -119,11 +119,11 @@ class ExecutorGate(RemoteGate):
       outs = [(array.shape, array.dtype) for array in lanes.empty()]
     wait = Wait(self.timeout or None)
     pending: dict[futures.Future[Any], tuple[int, int, int]] = {}
-    # Not `futures.wait`, to which an executor that is shut down tells nothing of what it cancels.
+    # Not `futures.wait`, which an executor that is shut down doesn't notify of canceled futures.
     ended: queue.SimpleQueue[futures.Future[Any]] = queue.SimpleQueue()
-    waiting = [(0, count, 0)]  # first lane, lanes, tries
+    waiting = [(0, count, 0)]  # (first lane, number of lanes, tries)
     failure: tuple[int, BaseException] | None = None
-    raised = False  # by the function, for the failure's lane: else its whole piece was lost
+    raised = False  # True if the function raised in the failed lane; else its whole piece was lost
     try:
       while pending or (waiting and failure is None):
         while waiting and failure is None and len(pending) < self.most:
@@ -141,7 +141,7 @@ class ExecutorGate(RemoteGate):
         answered = error is None
         if answered:
           error, first = self._take(lanes, first, one.result())
-        elif tries < self.retries and not one.cancelled():  # a process of the executor's has ended
+        elif tries < self.retries and not one.cancelled():  # a process of the executor has ended
           waiting.append((first, size, tries + 1))
           continue
         if error is not None and (failure is None or first < failure[0]):
@@ -155,7 +155,7 @@ class ExecutorGate(RemoteGate):
       raise failure[1]
 
   def _next(self, ended: queue.SimpleQueue[futures.Future[Any]], wait: Wait) -> futures.Future[Any]:
-    """Waits for a piece to end."""
+    """Waits for the end of a piece, and returns it."""
     try:
       return ended.get(timeout=None if wait.is_plain else wait.left)
     except queue.Empty:
@@ -167,7 +167,7 @@ class ExecutorGate(RemoteGate):
   def _take(
     self, lanes: _callgate.CallLanes, first: int, answer: Any
   ) -> tuple[BaseException | None, int]:
-    """Stores a piece's results; its error, and the lane of that."""
+    """Stores a piece's results; returns its error and the error's lane."""
     results, error, seconds = answer
     for lane, values in enumerate(results, first):
       try:
@@ -192,7 +192,7 @@ class ExecutorGate(RemoteGate):
 
 
 class _OneLane:
-  """The only lane of a call that Python makes, as `ExecutorGate.run` takes lanes."""
+  """The only lane of a call that Python makes, with the interface that `ExecutorGate.run` uses."""
 
   def __init__(self, operands: Arrays) -> None:
     self._operands = operands
@@ -203,7 +203,7 @@ class _OneLane:
 
   def take(self, lane: int) -> tuple[Any, ...]:
     del lane
-    return tuple(array.copy() for array in self._operands)  # a retry's, too
+    return tuple(array.copy() for array in self._operands)  # copies, also for a retry
 
   def give(self, lane: int, values: tuple[Any, ...]) -> None:
     del lane
@@ -218,7 +218,7 @@ def _error_of(future: futures.Future[Any]) -> BaseException | None:
 
 
 def _size(executor: Any) -> int:
-  """How many of an executor's workers may run at once."""
+  """Returns the number of an executor's workers that may run at once."""
   size = getattr(executor, "_max_workers", None)
   return size if isinstance(size, int) and size > 0 else usable_cpus()
 
@@ -233,7 +233,7 @@ def _function(digest: str, text: bytes) -> tuple[dict[str, Any], dict[int, int]]
 def run_there(
   digest: str, text: bytes, spec: str, entries: bytes, inputs: list[Arrays], outs: Any
 ) -> Any:
-  """A piece in another process: results of the lanes up to an error, that error, and seconds."""
+  """Runs a piece in another process; returns the results up to an error, the error, and seconds."""
   try:
     described, aliases = _function(digest, text)
     encoding.learn(pickle.loads(entries))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that live where a gate runs: one a worker, or one a lane."""
+"""Objects that live where a gate runs: one for each worker, or one for each lane."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _local = threading.local()
 
 
 class Instances:
-  """The objects of a class, in this process; in another it has others.
+  """The objects of a class in this process; each process has its own.
 
   Attributes:
     make: the class, or a `functools.partial` of it.
-    by_lane: one a lane, made when the lane first comes; else one.
+    by_lane: True for one object for each lane, made at the lane's first call; else one for all.
   """
 
   def __init__(self, make: Callable[[], Any], by_lane: bool, key: str | None = None) -> None:
@@ -39,7 +39,7 @@ class Instances:
     return _instances, (self.make, self.by_lane, self.key)
 
   def get(self) -> Any:
-    """The object of the lane that runs now."""
+    """Returns the object of the current lane."""
     lane = current_lane() if self.by_lane else 0
     with self._making:
       if lane not in self._made:
@@ -69,7 +69,7 @@ class MethodOf:
       parameters = parameters[1:]
     self.__signature__ = inspect.Signature(parameters)
 
-    if method is _no_call:  # its other methods can be called
+    if method is _no_call:  # the class may have other methods that can be called
       self.__signature__ = inspect.Signature()
 
   def __reduce__(self) -> Any:
@@ -80,23 +80,23 @@ class MethodOf:
 
   @property
   def make(self) -> Any:
-    """The class, for who looks whether it can be imported."""
+    """The class, for checks that it can be imported."""
     return class_of(self.instances.make)
 
 
 def _no_call(_: Any) -> None:
-  """Stands for the `__call__` of a class that has none."""
+  """Replaces the `__call__` of a class that has none."""
 
 
 def class_of(made: Any) -> Any:
-  """The class that a gate was made of, if it was: itself, or a partial's."""
+  """Returns the class of which a gate was made, directly or by a partial; else None."""
   while isinstance(made, functools.partial):
     made = made.func
   return made if isinstance(made, type) else None
 
 
 def current_lane() -> int:
-  """The number of the lane that runs on this thread; devices' lanes follow one another."""
+  """Returns the number of the lane that runs on this thread; devices' lanes are consecutive."""
   lane: int | None = getattr(_local, "lane", None)
   if lane is not None:
     return lane

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Types = Sequence[tuple[tuple[int, ...], str]]  # shapes and dtypes' names
-# `run(spec, cast, operands, types, lane, interrupts)` makes the call of a lane, of NumPy's flat
-# arrays, and returns the flat results. It ends once Ctrl-C has come more than `interrupts` times.
+Types = Sequence[tuple[tuple[int, ...], str]]  # shapes and names of dtypes
+# `run(spec, cast, operands, types, lane, interrupts)` makes the call of a lane with flat NumPy
+# arrays, and returns the flat results. It ends when Ctrl-C has come more than `interrupts` times.
 RunLane = Callable[[str, bool, Sequence[Any], Types, int, int], list[Any]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates that run in workers: what is sent to them, and what their failures become."""
+"""Gates that run in workers: the data that they get, and the exceptions of their failures."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _KINDS = (
   "raised", "undefined", "not started", "ended", "overdue", "interrupted", "closed", "gone",
   "restarts",
 )  # fmt: skip
-_ENDS = 4  # before the last, see Pool::gives_up
+_ENDS = 4  # before the last attempt, see Pool::gives_up
 
 
-# That a worker has for loading what a gate with a timeout calls, if that is not more.
+# The least seconds that a worker gets to load the function of a gate with a timeout.
 LOADING_SECONDS = 30.0
 
 
 class WorkerGate(RemoteGate):
-  """Answers the runtime about a gate that runs on `workers` (`callgate.Workers`)."""
+  """A gate that runs on `workers` (`callgate.Workers`), as the runtime sees it."""
 
   def __init__(self, label: str, described: Description, workers: Any, timeout: float) -> None:
     self.label, self.described, self.workers, self.timeout = label, described, workers, timeout
@@ -58,7 +58,7 @@ class WorkerGate(RemoteGate):
     self._bytes: bytes | None = None
 
   def callee(self, name: str, retries: int, in_order: bool, by_lane: bool) -> Any:
-    """The runtime's handle on the gate's function."""
+    """Returns the runtime's handle on the gate's function."""
     return _callgate.WorkerCallee(
       name, start=self.start, describe=self.describe, failed=self.failed, timeout=self.timeout,
       loading=self.loading, retries=retries, in_order=in_order, by_lane=by_lane,
@@ -77,17 +77,17 @@ class WorkerGate(RemoteGate):
     return run
 
   def start(self) -> Any:
-    """The runtime's pool, which may start with this."""
+    """Returns the runtime's pool; starts it if needed."""
     return core(self.workers).pool()
 
   def prepare(self) -> None:
-    """Finds out, while a call is traced, whether workers will be able to make it."""
-    if not _callgate.is_replaying():  # a recording answers: workers may never be needed
+    """Checks, while a call is traced, that workers can make it."""
+    if not _callgate.is_replaying():  # a replay may never need workers
       self._of_gate()
       self.start()
 
   def describe(self, spec: str | None, cast: bool) -> bytes:
-    """The definition of a call site of the gate for a worker; with None, of the gate."""
+    """Returns the definition of a call site for a worker; with None, that of the gate."""
     if spec is None:
       return self._of_gate()
     spec, entries = encoding.for_another(spec)
@@ -99,7 +99,7 @@ class WorkerGate(RemoteGate):
     return self._bytes
 
   def failed(self, what: Mapping[str, Any]) -> BaseException:
-    """The exception of a WorkerFailure (src/workers/pool.h)."""
+    """Returns the exception of a WorkerFailure (src/workers/pool.h)."""
     kind = _KINDS[what["kind"]]
     who = f"worker {what['worker']} of {self.workers.count}"
     if what["pid"] > 0:
@@ -142,7 +142,7 @@ class WorkerGate(RemoteGate):
 
 
 def ended(message: str, what: Mapping[str, Any]) -> WorkerError:
-  """The error of a call whose worker has ended, with what the runtime knows of the end."""
+  """Returns the error of a call whose worker has ended, with the runtime's data about the end."""
   number = what["signal"]
   return WorkerError(
     message, worker=what["worker"], pid=what["pid"], exit_code=None if number else what["code"],
@@ -151,7 +151,7 @@ def ended(message: str, what: Mapping[str, Any]) -> WorkerError:
 
 
 def how_ended(what: Mapping[str, Any]) -> str:
-  """ "ended by SIGKILL, as by the system when memory runs out"."""
+  """Returns text such as "ended by SIGKILL, as by the system when memory runs out"."""
   if number := what["signal"]:
     why = ", probably by the system because memory ran out" if number == signal.SIGKILL else ""
     return f"ended by {_signal_name(number)}{why}"
@@ -159,14 +159,14 @@ def how_ended(what: Mapping[str, Any]) -> str:
 
 
 def _signal_name(number: int) -> str:
-  """ "SIGKILL"; "" for 0."""
+  """Returns a name such as "SIGKILL"; "" for 0."""
   try:
     return signal.Signals(number).name if number else ""
   except ValueError:
     return f"signal {number}"
 
 
-_SHOWN = 20  # lines of a worker's stderr
+_SHOWN = 20  # the most lines of a worker's stderr
 
 
 def _quoted(said: str) -> str:

@@ -24,14 +24,14 @@ from callgate._places.place import Place
 
 T = TypeVar("T")
 
-# By name; those that are open. Guarded by _lock; emptied by `Thread.end`.
+# The open threads by name. Guarded by _lock; emptied by `Thread.end`.
 _threads: dict[str, Thread] = {}
 # Under the GIL: single steps.
 _numbers: weakref.WeakValueDictionary[int, ThreadPlace] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-_SECONDS = 5.0  # that a thread may take to end what it runs
-_NAP = 0.1  # seconds, after which who waits looks for Ctrl-C
-# The name of the thread on which objects live that no other place was chosen for.
+_SECONDS = 5.0  # seconds that a thread gets to finish its call
+_NAP = 0.1  # seconds between a waiter's checks for Ctrl-C
+# The name of the default thread of objects.
 OBJECTS = "objects"
 
 
@@ -48,7 +48,7 @@ class ThreadPlace(Uncopied, Place):
     self.as_held = None if name == OBJECTS else f"thread '{name}'"
     self.thread = _callgate.NamedThread(name)
     self._dropped: collections.deque[Any] = collections.deque()
-    self._drops = threading.Event()  # set while nothing waits to be dropped
+    self._drops = threading.Event()  # set while no object waits to be dropped
     self._drops.set()
     _numbers[self.thread.number] = self
 
@@ -98,7 +98,7 @@ class ThreadPlace(Uncopied, Place):
 
   def _drop(self) -> None:
     while self._dropped:
-      self._dropped.popleft()  # no name refers to it
+      self._dropped.popleft()  # the last reference
     self._drops.set()
 
   def has_dropped(self, wait: Wait) -> bool:
@@ -111,7 +111,7 @@ class ThreadPlace(Uncopied, Place):
       known = _threads.get(self.name)
       if known is not None and core(known) is self:
         del _threads[self.name]
-    if not self.thread.has_ended(0):  # it runs
+    if not self.thread.has_ended(0):  # the thread runs
       self.submit(self._end)
     self.thread.close()
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions, values and exceptions on their way between processes.
+"""Sends functions, values and exceptions between processes.
 
-Functions travel by cloudpickle: those of modules by their name, those of `__main__`, lambdas and
-what they close over by value. So do those of modules that the other process can't import.
+cloudpickle sends functions: those of modules by name; lambdas, those of `__main__` and the values
+that they close over by value. Functions of modules that the other process can't import are sent by
+value, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from callgate._core.errors import GateDefinitionError, WorkerError
 
 
 def dumps(label: str, value: Any) -> bytes:
-  """The value as bytes; `label` says whose it is.
+  """Pickles a value; `label` names it in messages.
 
   Raises:
     GateDefinitionError: it can't be pickled; the message names the part that can't.
@@ -52,7 +53,7 @@ def _dump(cloudpickle: ModuleType, value: Any) -> bytes:
 
 @functools.cache  # at most one entry
 def _pickler(cloudpickle: ModuleType) -> Any:
-  """cloudpickle's, but that code keeps its file's name, for tracebacks, and no open file goes."""
+  """Returns cloudpickle's pickler; code keeps its file's name, for tracebacks; open files raise."""
   table = cloudpickle.Pickler.dispatch_table
   reduce = table[CodeType]
 
@@ -60,7 +61,7 @@ def _pickler(cloudpickle: ModuleType) -> Any:
     made, parts = reduce(code)
     return made, tuple(code.co_filename if one == "<dynamic-code>" else one for one in parts)
 
-  def no_file(file: io.TextIOWrapper) -> Any:  # of which cloudpickle makes a copy of the text
+  def no_file(file: io.TextIOWrapper) -> Any:  # cloudpickle would copy the file's text
     if file in (sys.stdout, sys.stderr):
       return table[io.TextIOWrapper](file)
     raise TypeError(f"cannot pickle the open file {file.name!r}")
@@ -72,7 +73,7 @@ def _pickler(cloudpickle: ModuleType) -> Any:
 
 @contextlib.contextmanager
 def _by_value(cloudpickle: ModuleType, value: Any) -> Generator[None]:
-  """Takes along the module that defines a function, where others can't import it by its name."""
+  """Pickles by value the module that defines a function, if other processes can't import it."""
   names = {_module_of(one) for one in _functions_in(value)}
   taken = [sys.modules[name] for name in names if name in sys.modules and not _importable(name)]
   already = cloudpickle.list_registry_pickle_by_value()
@@ -102,8 +103,8 @@ def _module_of(function: Any) -> str:
 
 
 def _importable(name: str) -> bool:
-  """True if a module is found by its name, and not by what a test runner or so put in place."""
-  if name == "__main__":  # cloudpickle's own business
+  """True if the import system finds a module by its name; a test runner may have replaced it."""
+  if name == "__main__":  # cloudpickle handles this one
     return True
   path: Any = None
   for head in itertools.accumulate(name.split("."), "{}.{}".format):
@@ -117,7 +118,10 @@ def _importable(name: str) -> bool:
 
 
 def _part(cloudpickle: ModuleType, value: Any) -> str:
-  """Names what of a function can't be pickled: "closure variable 'lock' (a lock)", or ""."""
+  """Names the part of a function that can't be pickled: "closure variable 'lock' (a lock)".
+
+  It is "" if no part is to blame.
+  """
   for function in _functions_in(value):
     code = getattr(function, "__code__", None)
     if code is None:
@@ -138,7 +142,7 @@ def _part(cloudpickle: ModuleType, value: Any) -> str:
 
 # -- exceptions ------------------------------------------------------------------------------------
 class WorkerTraceback(Exception):
-  """The cause of an exception that came from another process: its traceback there, as text."""
+  """The cause of an exception of another process: its traceback there, as text."""
 
   def __init__(self, text: str) -> None:
     super().__init__(text)
@@ -152,21 +156,21 @@ _OURS = "callgate: raised in gate"
 
 
 def pack(error: BaseException) -> bytes:
-  """An exception as bytes that any process can read."""
+  """Returns an exception as bytes that any process can read."""
   text = foreign.traceback_of(error)
-  if foreign.notes_of(error):  # the caller says better where
+  if foreign.notes_of(error):  # the caller describes the place better
     text = "\n".join(line for line in text.split("\n") if not line.startswith(_OURS))
     foreign.keep_notes(error, lambda note: not note.startswith(_OURS))
   made = _packed(error)
-  # Python's way needs attributes that can be set, which a frozen dataclass refuses. A class with a
-  # way of its own may have a reason.
+  # Python's way needs attributes that can be set, which a frozen dataclass refuses. A class with
+  # its own `__reduce__` may have a reason for it.
   if made is None and type(error).__reduce__ is BaseException.__reduce__:
     made = _packed(_ErrorParts(foreign.parts_of(error)))
   return pickle.dumps((made, foreign.name_of(error), text))
 
 
 class _ErrorParts:
-  """Stands in a pickle for the exception that is made of these parts."""
+  """Replaces an exception in a pickle by the parts that make it."""
 
   def __init__(self, parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> None:
     self._parts = parts
@@ -193,11 +197,11 @@ def _with_pickler(error: object) -> bytes:
 
 
 def unpack(label: str, packed: bytes) -> BaseException:
-  """The exception, with its traceback as its cause; a WorkerError for what does not pickle."""
+  """Returns the exception, with its traceback as the cause; a WorkerError if unpickling fails."""
   made, kind, text = pickle.loads(packed)
   error: Any = None
   if made is not None:
-    with contextlib.suppress(Exception):  # a class that is not here
+    with contextlib.suppress(Exception):  # a class that doesn't exist here
       error = pickle.loads(made)
   if not foreign.is_a(error, BaseException):
     last = text.rsplit("\n", 1)[-1]

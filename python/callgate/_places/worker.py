@@ -35,7 +35,7 @@ def _bound(function: Any, style: str, arrays: str, name: str, spec: str) -> Any:
 
 
 def _run(call: Any, *args: Any) -> Any:
-  """Calls a function. Where it forks, the call's end is the child's: the worker alone answers."""
+  """Calls a function. A child that it forks ends with the call: only the worker answers."""
   try:
     result = call(*args)
   except BaseException as error:
@@ -56,7 +56,7 @@ def _leave(status: int) -> NoReturn:
 
 
 class _ParentsGate:
-  """A gate of the parent's, as messages and the runtime here know it."""
+  """A gate of the parent, for messages and for the runtime in this process."""
 
   def __init__(
     self, *, name: str, function: Any, style: str, arrays: str, copy: bool,
@@ -67,12 +67,12 @@ class _ParentsGate:
       name, function, style=style, arrays="numpy" if arrays == "numpy" else "buffer",
       bind=functools.partial(_bound, function, style, arrays, name), owned_inputs=copy,
     )  # fmt: skip
-    self.callee.give_up_name()  # another of the same name may come
+    self.callee.give_up_name()  # another gate of the same name may come
     registry.register(name, self)
 
 
 class _RequestsOfParent:
-  """The answers to the parent's requests but the calls, which the runtime makes."""
+  """Answers the parent's requests, except calls, which the runtime makes."""
 
   def __init__(self) -> None:
     self._gates: dict[int, _ParentsGate] = {}
@@ -85,12 +85,12 @@ class _RequestsOfParent:
       pickle.loads(options["initializer"])()
 
   def define(self, number: int, text: bytes) -> Any:
-    """A gate; returns the runtime's handle on it."""
+    """Defines a gate; returns the runtime's handle on it."""
     self._gates[number] = gate = _ParentsGate(**pickle.loads(text))
     return gate.callee
 
   def describe(self, gate: int, text: bytes) -> tuple[str, bool]:
-    """A call site of a gate: its spec, and whether it casts results."""
+    """Reads a call site of a gate: returns its spec, and True if it casts results."""
     del gate
     spec, cast, entries = pickle.loads(text)
     encoding.learn(entries)
@@ -100,20 +100,20 @@ class _RequestsOfParent:
     self._gates.pop(number, None)
 
   def drop(self, number: int) -> None:
-    """An object that the parent's programs hold no more."""
+    """Drops an object that the parent's programs no longer refer to."""
     _part.tell("object dropped", number)
 
   def raised(self, error: BaseException) -> bytes:
     return travel.pack(error)
 
   def failed(self, text: str) -> bytes:
-    """The exception that the text of a call's failure names."""
+    """Returns the pickled exception for the text of a call's failure."""
     found = kept.take(text)
     return travel.pack(WorkerError(text) if found is None else found.exception)
 
 
 def _interrupt(number: int, frame: object) -> None:
-  """The parent's request, after Ctrl-C; nobody else's, and not for another call."""
+  """Handles the parent's request after Ctrl-C; ignores other senders and other calls."""
   del number, frame
   if _callgate.worker_interrupted():
     raise KeyboardInterrupt
@@ -121,17 +121,17 @@ def _interrupt(number: int, frame: object) -> None:
 
 def main(memory: int, calls: int, parent_socket: int, parent: int, index: int) -> None:
   """Serves the parent until it closes its workers."""
-  # Ctrl-C is the parent's to deal with. Held back until here.
+  # The parent handles Ctrl-C. It was blocked until here.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
   signal.signal(signal.SIGUSR2, _interrupt)
   os.register_at_fork(after_in_child=_in_child)
-  # Before it ends a worker, the parent asks where it stands.
+  # Before the parent kills a worker, it asks for its traceback.
   faulthandler.register(signal.SIGUSR1, all_threads=True)
   os.environ["CALLGATE_WORKER"] = str(index)
-  with contextlib.suppress(OSError, ValueError):  # the parent's to read
+  with contextlib.suppress(OSError, ValueError):  # the parent reads it
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   _callgate.serve_worker(_RequestsOfParent(), memory, calls, parent_socket, parent)
-  # Functions that others have registered run; to take the interpreter down would only take time.
+  # Runs the registered exit functions; finalizing the interpreter would only take time.
   atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
   _leave(0)

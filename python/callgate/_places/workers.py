@@ -28,11 +28,11 @@ from callgate._places.remote import Description, WorkerGate
 
 # By their keys. Under the GIL: single steps, but for those of another process, by _placing.
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
-# By what programs call them. Guarded by _placing.
+# By their names in programs. Guarded by _placing.
 _places: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _placing = threading.Lock()
-_SECONDS = 5.0  # that a worker may take to end what it runs
+_SECONDS = 5.0  # seconds that a worker gets to finish its call
 
 
 class WorkerPlace(Uncopied, Place):
@@ -78,7 +78,7 @@ class WorkerPlace(Uncopied, Place):
       return self.running
 
   def end(self, seconds: float) -> None:
-    if os.getpid() != self._process:  # a fork's child: they are its parent's
+    if os.getpid() != self._process:  # in a fork's child they belong to the parent
       return
     with self._lock:
       self._closed, pool = True, self.running
@@ -93,7 +93,7 @@ class WorkerPlace(Uncopied, Place):
       "from callgate._places.worker import main; main(*map(int, sys.argv[1:]))"
     )
     environment = {**os.environ, **self.env}
-    if "JAX_PLATFORMS" not in self.env:  # a GPU is the parent's
+    if "JAX_PLATFORMS" not in self.env:  # the GPU belongs to the parent
       environment["JAX_PLATFORMS"] = "cpu"
     texts = [f"{name}={value}" for name, value in environment.items()]
     return [sys.executable, *flags, "-c", code, path], texts

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of what gates and feeds gave, and replays that answer from them."""
+"""Recordings of the results of gates and feeds, and replays that answer calls from them."""

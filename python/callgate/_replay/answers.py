@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the recorded call that answers a call.
 
-An ordered gate's call, or a feed's, gets the next one of the same device. Any other gets one with
-the same operands that has not been given yet: XLA promises no order. The nearest is taken: of the
-same source line, device and lane, and the earliest of these. A pure gate's may be given again,
-since XLA may call such a gate as often as it likes.
+A call of an ordered gate or a feed gets the next recorded call of the same device. Any other call
+gets an unused recorded call with the same operands, because XLA promises no order. If there are
+several, the call of the same source line, device and lane is preferred, and then the earliest. A
+recorded call of a pure gate may answer again, since XLA may repeat such calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from callgate._replay.calls import Recorded
 
 
 class CallPlace(NamedTuple):
-  """Where a call was made."""
+  """The place where a call was made."""
 
   site: str
   device: int
@@ -29,12 +29,12 @@ class CallPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """How a call's operands are compared with those of recorded calls.
+  """The comparison of a call's operands with those of recorded calls.
 
   Attributes:
-    rtol, atol: by how much numbers of floating types may differ.
-    ignore: parameters whose operands are left out.
-    match: the user's function, in the place of all this.
+    rtol, atol: tolerances for floating-point operands.
+    ignore: parameters whose operands aren't compared.
+    match: the user's function, which replaces all of these.
   """
 
   rtol: float = 0.0
@@ -44,7 +44,7 @@ class Comparison:
 
   @property
   def needs_operands(self) -> bool:
-    """True if digests don't do."""
+    """True if digests aren't enough."""
     return bool(self.rtol or self.atol or self.match)
 
   def fits(self, call: Recorded, recorded: Recorded) -> bool:
@@ -56,11 +56,11 @@ class Comparison:
     return differ.is_close(recorded, call.operands, self.rtol, self.atol)
 
 
-Calls = collections.OrderedDict[int, Recorded]  # by number; its first is found at once
+Calls = collections.OrderedDict[int, Recorded]  # by number; the first one is found at once
 
 
 class _GateCalls:
-  """The recorded calls of a gate: those that are left, by what they are looked for."""
+  """The unused recorded calls of a gate, by the keys of the search."""
 
   def __init__(self, effect: str, waits: bool) -> None:
     self.effect, self.waits = effect, waits
@@ -89,7 +89,7 @@ class _GateCalls:
 
 
 class Answers:
-  """The calls of a recording, and which of them have been given."""
+  """The calls of a recording, and which of them have been used."""
 
   def __init__(self, recorded: Iterable[Recorded], comparison: Comparison) -> None:
     self._comparison = comparison
@@ -106,19 +106,20 @@ class Answers:
 
   @property
   def left(self) -> int:
-    """How many calls have not been given; waits for started ones are none."""
+    """The number of unused calls; waits for started calls don't count."""
     return sum(len(gate.left) for gate in self._gates.values() if not gate.waits)
 
   def recorded(self, call: Recorded) -> int:
-    """How many calls of the gate there are."""
+    """Returns the number of recorded calls of the gate."""
     gate = self._gate(call.gate, place_of(call))
     return 0 if gate is None else gate.count
 
   def _gate(self, name: str, place: CallPlace) -> _GateCalls | None:
-    """The gate's calls. A function that is traced again has another number in its name.
+    """Returns the gate's calls, by the gate's name.
 
-    The only gate of the recording whose name is the same but for numbers, and which was called on
-    the same line, answers then.
+    A function that is traced again has another number in its name. Its calls are found if the
+    recording has only one gate whose name differs only in numbers and that was called on the same
+    line.
     """
     if name in self._gates:
       return self._gates[name]
@@ -127,7 +128,7 @@ class Answers:
     return same[0] if len(same) == 1 else None
 
   def take(self, call: Recorded) -> Recorded | None:
-    """The recorded call that answers; None where none does."""
+    """Returns the recorded call that answers, or None."""
     place = place_of(call)
     if (gate := self._gate(call.gate, place)) is None:
       return None
@@ -143,7 +144,7 @@ class Answers:
     return found
 
   def expected(self, call: Recorded) -> Recorded | None:
-    """The recorded call that would have been the next there."""
+    """Returns the recorded call that would have been the next there."""
     place = place_of(call)
     if (gate := self._gate(call.gate, place)) is None:
       return None
@@ -152,7 +153,7 @@ class Answers:
     return _best(gate.left.values(), place)
 
   def _matching(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
-    """The nearest of the calls that the user's function accepts."""
+    """Returns the nearest of the calls that the user's function accepts."""
     found = _best((one for one in gate.left.values() if self._comparison.fits(call, one)), place)
     if found is None and gate.effect == "pure":
       given = (one for calls in gate.given.values() for one in calls.values())
@@ -168,7 +169,7 @@ class Answers:
     return found
 
   def _within(self, gate: _GateCalls, place: CallPlace, call: Recorded) -> Recorded | None:
-    """The nearest within the tolerance: as a rule the next of the place."""
+    """Returns the nearest call within the tolerance: usually the next one of the place."""
     for one in gate.of_place.get(place, Calls()).values():
       if self._comparison.fits(call, one):
         return one
@@ -193,7 +194,7 @@ def _next_in_order(gate: _GateCalls, place: CallPlace) -> Recorded | None:
 
 
 def _best(calls: Iterable[Recorded], place: CallPlace) -> Recorded | None:
-  """The first of those whose place is the most alike."""
+  """Returns the first of the calls whose place is most similar."""
   best, least = None, 8
   for call in calls:
     other = place_of(call)

@@ -20,7 +20,7 @@ from callgate._replay import static
 from callgate._replay.calls import Recorded, digest
 from callgate._runtime import barrier
 
-_CLOSE_SECONDS = 5.0  # for calls that still run when their programs have ended: timed-out ones
+_CLOSE_SECONDS = 5.0  # seconds to wait for calls that outlive their programs, as timed-out ones do
 # Guarded by _opening, but for a fork's child; at most one entry.
 _open: list[Block] = []
 _opening = threading.Lock()
@@ -35,7 +35,7 @@ class Block(Stays):
   def __init__(self, path: str) -> None:
     self.path = group.fill_index(path)
     self._counting = threading.Lock()
-    # Calls that have begun, by number: the gate, and the call as long as its program goes on.
+    # Calls that have begun, by number: (gate, call); the call lives as long as its program waits.
     self._running: dict[int, tuple[str, weakref.ref[Any]]] = {}
     self._used = False
 
@@ -120,7 +120,7 @@ def _without_handles(gate: str, spec: str, operands: tuple[Value, ...]) -> tuple
 
   Handles differ from run to run.
   """
-  handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # a feed has none
+  handles = getattr(getattr(registry.get(gate), "traits", None), "handles", "")  # feeds have none
   if not handles:
     return operands
   places = range(len(operands)) if handles == "takes" else handle.places(spec)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recorded call, and its form in a stream (include/callgate/stream.h).
 
-A call is a record of a tap that has the gate's name. Its description says where the call was made,
-what the operands are called and their types; its leaves are `at` (lane and shard), the operands or
-their digests, and the results, or `error` (JSON) and perhaps `pickle`.
+A call is a record of a tap that has the gate's name. Its description has the call's place, the
+names and types of the operands, and the static arguments. Its leaves are `at` (lane and shard), the
+operands or their digests, and the results, or `error` (JSON) and perhaps `pickle`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from callgate._replay.static import Static
 from callgate._stream.records import StreamRecord
 
 VERSION = 1
-KEY = "callgate_recording"  # of a description, with the version
+KEY = "callgate_recording"  # a description's key with the version
 _DIGEST_BYTES = 16
-Leaf = tuple[str, int, list[int], bytes]  # as `RecordWriter.write` takes one
+Leaf = tuple[str, int, list[int], bytes]  # as for `RecordWriter.write`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
-  """A call: what it was given, and what it gave.
+  """A call, with its arguments and results.
 
   Attributes:
-    gate, site, lane, device, shard: which call of which gate.
-    number: in the recording, in the order in which calls began.
-    effect: the gate's.
-    names: of the operands, as messages write them.
-    types: of the operands.
-    operands: None where the recording has their digests alone.
-    digests: of the operands.
+    gate, site, lane, device, shard: identify the call.
+    number: the call's index in the recording, in the order in which calls began.
+    effect: the gate's effect.
+    names: the operands' names, as messages write them.
+    types: the operands' types.
+    operands: None if the recording has only digests.
+    digests: the operands' digests.
     static: the static arguments by name.
-    results: None where the call raised.
-    error: what `raised.py` makes of the exception.
-    pickled: the exception, where it could be pickled.
-    waits: True for the wait for a started call, which is no call of its own.
-    time_ns: of the wall clock when the file got it, in nanoseconds since the Unix epoch.
+    results: None if the call raised an exception.
+    error: the exception, as `raised.py` writes it.
+    pickled: the pickled exception, if possible.
+    waits: True for the wait for a started call, which doesn't count as a call.
+    time_ns: wall clock when the file got it, in nanoseconds since the Unix epoch.
   """
 
   gate: str
@@ -69,7 +69,7 @@ class Recorded:
 
   @functools.cached_property
   def arrays(self) -> tuple[np.ndarray, ...]:
-    """The operands, where the recording has them."""
+    """The operands, if the recording has them."""
     return tuple(map(array_of, self.operands or ()))
 
   @property
@@ -79,7 +79,7 @@ class Recorded:
 
   @property
   def equality(self) -> tuple[object, ...]:
-    """The part that is equal in calls of a gate that were given the same."""
+    """The parts that are equal in calls of a gate with equal arguments."""
     return self.digests, self.static
 
   # A user's `match` reads these.
@@ -90,12 +90,12 @@ class Recorded:
 
   @property
   def args(self) -> tuple[np.ndarray, ...]:
-    """The operands as arrays, in their order."""
+    """The operands as arrays, in order."""
     return self.arrays
 
   @property
   def kwargs(self) -> dict[str, Any]:
-    """All arguments by their names, however they were passed: "day", or "params['w']"."""
+    """All arguments by name, also those passed by position: "day", "params['w']"."""
     named = [*zip(self.names, self.arrays, strict=True)]
     named += [(name, statics.value_of(code)) for name, code in self.static]
     return {
@@ -103,7 +103,7 @@ class Recorded:
     }
 
   def without(self, parameters: frozenset[str]) -> Recorded:
-    """The call without the arguments of some parameters."""
+    """Returns the call without the arguments of some parameters."""
     kept = [i for i, name in enumerate(self.names) if parameter_of(name) not in parameters]
     static = tuple(one for one in self.static if parameter_of(one[0]) not in parameters)
     if len(kept) == len(self.names) and static == self.static:
@@ -118,19 +118,19 @@ class Recorded:
     )
 
   def digested(self) -> Recorded:
-    """The call as a recording without arguments has it."""
+    """Returns the call as a recording of digests has it."""
     if self.operands is None:
       return self
     return dataclasses.replace(self, operands=None, static=statics.digested(self.static))
 
 
 def parameter_of(name: str) -> str:
-  """The parameter in an operand's name: "params" of "'params'['w']"; "" where it has none."""
+  """Returns the parameter in an operand's name: "params" in "'params'['w']"; "" if it has none."""
   return name.split("'")[1] if name.startswith("'") else ""
 
 
 def digest(value: Value) -> bytes:
-  """A number for an operand's type and elements, bit by bit."""
+  """Returns a hash of an operand's type and elements, bit by bit."""
   code, shape, data = value
   made = hashlib.blake2b(f"{code}{shape}".encode(), digest_size=_DIGEST_BYTES)
   made.update(data)
@@ -138,13 +138,13 @@ def digest(value: Value) -> bytes:
 
 
 def text_of(type: Type) -> str:
-  """ "float32[3,4]" """
+  """Returns a type as text, such as "float32[3,4]"."""
   return type_text(dtype_of(type[0]), type[1])
 
 
 # -- to a stream -----------------------------------------------------------------------------------
 def describe(call: Recorded) -> str:
-  """The common part of the records of one call site."""
+  """Returns the common part of the records of one call site."""
   operands = [
     [name, code, list(shape)] for name, (code, shape) in zip(call.names, call.types, strict=True)
   ]
@@ -182,10 +182,10 @@ def _bytes(path: str, data: bytes) -> Leaf:
 
 # -- from a stream ---------------------------------------------------------------------------------
 def read(record: StreamRecord) -> Recorded:
-  """The call that a record is.
+  """Returns the call of a record.
 
   Raises:
-    ValueError: it is none, or of another version.
+    ValueError: the record isn't a call, or has another version.
   """
   about: Mapping[str, Any] = record.description
   if KEY not in about:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of recorded calls: written as text, made again from it, without running any code.
+"""Exceptions of recorded calls: writes them as text, and makes them again without running code.
 
-Python's own exceptions and callgate's get their class again; any other only with the user's word,
-from a pickle.
+Python's own exceptions and callgate's get their class again. Others need the user's consent, since
+they are unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OURS = "callgate"
 
 
 def text_of(error: BaseException) -> str:
-  """The text that a recording holds of an exception, as JSON."""
+  """Returns an exception as a recording has it, in JSON."""
   return json.dumps(_held(error))
 
 
@@ -33,7 +33,8 @@ def _held(error: BaseException) -> dict[str, Any]:
     "notes": list(foreign.notes_of(error)),
   }  # fmt: skip
   args, fields = error.args, vars(error)
-  if kind.__module__ == "builtins":  # an OSError's have the file's name, an ImportError's fields
+  # An OSError's fields have the file's name, an ImportError's the module.
+  if kind.__module__ == "builtins":
     with contextlib.suppress(Exception):
       _, args, *more = cast(tuple[Any, ...], error.__reduce__())
       fields = more[0] if more else {}
@@ -45,7 +46,7 @@ def _held(error: BaseException) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-  """A value of Python's own as JSON has it. Raises a TypeError for others."""
+  """Returns a value of Python's own as JSON. Raises a TypeError for others."""
   if type(value) in _PLAIN:
     return value
   if type(value) is tuple:
@@ -56,7 +57,7 @@ def _encoded(value: Any) -> Any:
     return {"bytes": value.hex()}
   if type(value) is complex:
     return {"complex": [value.real, value.imag]}
-  if isinstance(value, Exception):  # of a group
+  if isinstance(value, Exception):  # an exception of a group
     return {"exception": _held(value)}
   raise TypeError(type(value).__name__)
 
@@ -79,7 +80,7 @@ def _decoded(value: Any) -> Any:
 
 
 def pickle_of(error: BaseException) -> bytes:
-  """The exception as a pickle; empty where it has none that can be read back."""
+  """Returns the pickled exception; empty if it can't be unpickled."""
   with contextlib.suppress(Exception):
     data = pickle.dumps(error)
     pickle.loads(data)
@@ -92,7 +93,7 @@ def _said(error: BaseException) -> str:
 
 
 def make(where: str, text: str, pickled: bytes, trust: bool) -> BaseException:
-  """The exception of a recorded call; `where` names the recording."""
+  """Returns the exception of a recorded call; `where` names the recording."""
   if trust and pickled:
     try:
       error = pickle.loads(pickled)
@@ -137,7 +138,7 @@ def _made(
       made = kind(*args)
       made.__setstate__(fields)
       return made
-    made = kind.__new__(kind, *args)  # not by its __init__, which takes no text
+    made = kind.__new__(kind, *args)  # without its __init__, which takes no text
     made.args = args
     vars(made).update(fields)
     return made

@@ -15,7 +15,7 @@ from callgate._replay.block import Block, call_of
 from callgate._replay.writing import CallFile
 from callgate._stream.reader import open_stream
 
-_MAGIC = b"cgsS"  # that a stream begins with
+_MAGIC = b"cgsS"  # the first bytes of a stream
 
 
 class Recording(Block):
@@ -72,7 +72,7 @@ def _make_room(path: str, overwrite: bool) -> None:
     )
   if not _is_recording(path):
     raise FileExistsError(f"record: expected a recording to replace, got another file, {path!r}")
-  _callgate.FileClaim("record", path).remove()  # raises if another process writes it
+  _callgate.FileClaim("record", path).remove()  # raises if another process is writing it
 
 
 def _is_recording(path: str) -> bool:

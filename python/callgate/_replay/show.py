@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate show`: a recording's calls as lines, and how two recordings differ."""
+"""`python -m callgate show`: prints a recording's calls, or the differences of two recordings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callgate._replay.replay import read_recording
 
 
 def command(name: str, parser: argparse.ArgumentParser) -> Command:
-  """`show`: prints a recording's calls, or the first difference of two recordings."""
+  """Adds `show`, which prints a recording's calls, or the first difference of two recordings."""
   del name
   parser.add_argument("recording", metavar="PATH", help="a file of callgate.record")
   parser.add_argument(
@@ -60,7 +60,7 @@ def _counted(count: int) -> str:
 
 # -- a recording -----------------------------------------------------------------------------------
 def _table(recorded: Sequence[Recorded]) -> Iterator[str]:
-  """A line for each call, in columns."""
+  """Yields a line for each call, in columns."""
   head = ("call", "gate", "operands", "results", "time", "effect")
   rows = [head, *((str(call.number), *_cells(call)) for call in recorded)]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,7 +88,7 @@ def _given(call: Recorded) -> str:
 
 
 def _raised(call: Recorded) -> tuple[str, str]:
-  """The class of a recorded exception, and its text."""
+  """Returns the class of a recorded exception, and its text."""
   try:
     held = json.loads(call.error)
     return str(held["kind"]), str(held["said"])
@@ -98,10 +98,10 @@ def _raised(call: Recorded) -> tuple[str, str]:
 
 # -- two recordings --------------------------------------------------------------------------------
 def _differences(one: Sequence[Recorded], other: Sequence[Recorded]) -> Iterator[str]:
-  """The differences, by the first recording's order.
+  """Yields the differences, in the order of the first recording.
 
-  Calls of a gate are compared in their order on each device and lane: XLA runs those of several
-  gates, devices and lanes in any order.
+  Calls of a gate are compared in their order on each device and lane, because XLA runs the calls of
+  several gates, devices and lanes in any order.
   """
   others = collections.defaultdict[object, collections.deque[Recorded]](collections.deque)
   for call in other:
@@ -125,7 +125,7 @@ def _group(call: Recorded) -> object:
 
 
 def _difference(call: Recorded, other: Recorded) -> str:
-  """The first difference of two calls; "" where they are equal."""
+  """Returns the first difference of two calls; "" if they are equal."""
   if call.operands is None or other.operands is None:
     call, other = call.digested(), other.digested()
   if (call.types, call.equality) != (other.types, other.equality):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static arguments of a call, as a recording holds them: JSON by the argument's name.
+"""Static arguments of a call in a recording: JSON by the argument's name.
 
 A program has static arguments in the spec of a call (`_core/encoding.py`). Numbers, texts, tuples,
-enumerations and frozen dataclasses of these are written whole, classes and functions by their
-names. A recording has the type alone of any other value.
+enumerations and frozen dataclasses of these are stored whole, classes and functions by their names.
+For any other value the recording has only the type.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import numpy as np
 
 from callgate._core import encoding, exact, registry, split
 
-Static = tuple[tuple[str, str], ...]  # names as messages write them, and JSON
+Static = tuple[tuple[str, str], ...]  # (name as messages write it, JSON) of each
 
-_OWN = "callgate_"  # begins the names of static arguments that callgate adds to a call
+_OWN = "callgate_"  # the prefix of static arguments that callgate adds to a call
 
 
 def of_call(gate: str, spec: str) -> Static:
-  """The static arguments of a call of `spec`."""
+  """Returns the static arguments of a call of `spec`."""
   if spec in ("", "*"):
     return ()
   parameters = tuple(getattr(registry.get(gate), "parameters", ()))
-  # A spec with names stands for the user's objects, which nothing may keep alive.
+  # A spec with names refers to the user's objects, which no cache may keep alive.
   return _of_spec(gate, spec) if encoding.keeps(spec) else _cached(gate, spec, parameters)
 
 
 @functools.lru_cache(maxsize=1024)
 def _cached(gate: str, spec: str, parameters: tuple[str, ...]) -> Static:
-  del parameters  # a gate of the same name may have others
+  del parameters  # another gate of the same name may have others
   return _of_spec(gate, spec)
 
 
@@ -53,7 +53,7 @@ def _of_spec(gate: str, spec: str) -> Static:
 
 
 def _positional(gate: str, tree: Any) -> Iterator[tuple[str, str]]:
-  """The parts of the arguments' structure that are no arrays, but for objects of methods."""
+  """Yields the parts of the arguments' structure that are no arrays, except methods' objects."""
   nodes = jax.tree.unflatten(tree, range(tree.num_leaves))
   known = jax.tree_util.tree_flatten_with_path(nodes, is_leaf=_is_static)[0]
   for path, node in known:
@@ -70,7 +70,7 @@ def _code(value: Any) -> str:
 
 
 def _written(value: Any) -> Any:
-  """The value as JSON; of classes and functions the names, which don't say in which module."""
+  """Returns the value as JSON; classes and functions by their names, without the module."""
   if value is None or type(value) in (bool, int, float, str, bytes):
     return {"v": repr(value)}
   if type(value) is tuple:
@@ -83,7 +83,7 @@ def _written(value: Any) -> Any:
   kind = type(value).__qualname__
   if isinstance(value, enum.Enum):
     return {"type": kind, "name": value.name}
-  if isinstance(value, tuple):  # a named one
+  if isinstance(value, tuple):  # a named tuple
     return {"type": kind, "t": [_written(one) for one in cast("tuple[Any, ...]", value)]}
   fields = exact.frozen_fields(value) or ()
   parts = {name: _written(getattr(value, name)) for name in fields if hasattr(value, name)}
@@ -91,15 +91,15 @@ def _written(value: Any) -> Any:
 
 
 def digested(static: Static) -> Static:
-  """The same with a digest for each value, for a recording that keeps no arguments."""
+  """Returns the static arguments with a digest for each value, for a recording of digests."""
   made = ((name, hashlib.blake2b(code.encode(), digest_size=16)) for name, code in static)
   return tuple((name, f"digest {digest.hexdigest()}") for name, digest in made)
 
 
 def value_of(code: str) -> Any:
-  """The value, if it is a literal or a tuple of such; else the text that a recording has.
+  """Returns the value if it is a literal or a tuple of literals; else the recorded text.
 
-  It imports nothing: the text may be anybody's.
+  It imports nothing, because the text may come from anybody.
   """
   try:
     return _literal(json.loads(code))
@@ -120,13 +120,13 @@ def _literal(code: Any) -> Any:
 
 
 def text_of(code: str) -> str:
-  """The value for a message."""
+  """Returns the value's text for a message."""
   value = value_of(code)
   return code if value is code else repr(value)
 
 
 def difference(recorded: Static, came: Static) -> str:
-  """The first difference: "argument 'mode': expected 'fast', got 'slow'"; or ""."""
+  """Returns the first difference: "argument 'mode': expected 'fast', got 'slow'"; or ""."""
   was, now = dict(recorded), dict(came)
   for name in (*was, *(name for name in now if name not in was)):
     if was.get(name) != now.get(name):

@@ -20,10 +20,10 @@ from callgate._replay.calls import Recorded
 
 
 class CallFile:
-  """A file that is open for writing; a recording that is there is continued.
+  """A file that is open for writing; an existing recording is continued.
 
   Attributes:
-    count: how many calls it got; a wait for a started call is none.
+    count: the number of written calls; a wait for a started call doesn't count.
   """
 
   def __init__(self, what: str, path: str) -> None:
@@ -37,15 +37,18 @@ class CallFile:
     )
 
   def begun(self, call: Recorded, run: int, running: dict[int, Any]) -> RecordedCall:
-    """A call that has begun, which is called with what it gave; it is in `running` meanwhile."""
+    """Returns an object for a call that has begun; calling it with the results writes the call.
+
+    The call is in `running` meanwhile.
+    """
     begun = RecordedCall(lambda call: self._write(call, run), running, call)
     running[call.number] = call.gate, weakref.ref(begun)
     return begun
 
   def _write(self, call: Recorded, run: int) -> None:
-    """Writes a call that has ended; raises where the file does not take it."""
+    """Writes a call that has ended; raises if the file can't store it."""
     with self._writing:
-      if self._writer is None:  # its block has ended, and has said so
+      if self._writer is None:  # the block has ended, and has reported the call
         return
       try:
         self._writer.write(
@@ -62,7 +65,7 @@ class CallFile:
       self.count += not call.waits
 
   def close(self, late: list[str], error: BaseException | None) -> None:
-    """Ends the file; raises what it did not take, or adds that to `error`, which leaves the block.
+    """Closes the file; raises its write error, or adds that to `error`, which leaves the block.
 
     `late`: gates whose calls still run.
     """
@@ -87,9 +90,10 @@ class CallFile:
 
 
 class RecordedCall:
-  """A call that has begun; called with what it gave.
+  """A call that has begun; call this object with the results.
 
-  A program that ends within the call drops it. It has no `__del__`: an interrupt there is lost.
+  A program that ends during the call drops the object. It has no `__del__`, in which an interrupt
+  would be lost.
   """
 
   def __init__(
@@ -105,7 +109,7 @@ class RecordedCall:
       elif foreign.is_a(error, Exception):
         text, pickled = raised.text_of(error), raised.pickle_of(error)
         call = dataclasses.replace(self._call, error=text, pickled=pickled)
-      else:  # Ctrl-C is nothing that the gate gave
+      else:  # Ctrl-C is no result of the gate
         return
       self._write(call)
     finally:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: folders with what belongs to a training: its config, streams and alerts."""
+"""Runs: folders for a training's config, streams, alerts and files."""

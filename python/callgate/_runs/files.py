@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run on the disk: `run.json`, and a stream for each channel.
 
-`run.json` is replaced whole with each change. A run that says "running" whose process is gone has
-crashed: a process is known by its number, and when and since which start of the machine it runs.
+Each change replaces `run.json` as a whole. A run in the state "running" whose process is gone has
+crashed. A process is identified by its number, its start time and the machine's boot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from callgate._core import paths
 
 FILE = "run.json"
 STREAMS = "stream.*.cgs"
-_MOST_BYTES = 64 << 20  # of a run.json that is read
-_MOST_NAME = 150  # bytes of a channel's name in a file's
+_MOST_BYTES = 64 << 20  # the most bytes of a run.json that is read
+_MOST_NAME = 150  # the most bytes of a channel's name in a file's name
 _KILLED = "the process ended within the block without an error: killed, or out of memory"
 
 
 def make_folder(above: str, name: str) -> Path:
-  """Makes a new folder below another, called as the run: with a number if there is one."""
+  """Makes a new folder with the run's name in another one; adds a number if the name is taken."""
   base = re.sub(r"[^\w.+=@-]+", "-", name).strip("-.")[:100] or "run"
   Path(above).mkdir(parents=True, exist_ok=True)
   number = 1
@@ -42,7 +42,7 @@ def make_folder(above: str, name: str) -> Path:
 
 
 def stream_path(folder: Path, channel: str, process: int | None) -> Path:
-  """The file of a channel's stream; of one process of several."""
+  """Returns the file of a channel's stream; in a multi-host program that of one process."""
   name = urllib.parse.quote(channel, safe=" ()+,=@")
   if len(name) > _MOST_NAME:
     name = f"{name[:_MOST_NAME]}~{hashlib.sha256(channel.encode()).hexdigest()[:16]}"
@@ -56,11 +56,11 @@ def write(folder: Path, about: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-  """The object of `run.json`, with the state that the run is in now.
+  """Returns the object of `run.json`, with the run's present state.
 
   Raises:
-    OSError: there is none.
-    ValueError: it is none of callgate's.
+    OSError: there is no such file.
+    ValueError: it isn't a file of callgate.
   """
   with open(folder / FILE, encoding="utf-8") as file:
     text = file.read(_MOST_BYTES)
@@ -76,13 +76,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def this_process() -> dict[str, Any]:
-  """The marks of this process that no other has, as `run.json` has them."""
+  """Returns the unique identity of this process, as `run.json` has it."""
   number = os.getpid()
   return {"host": socket.gethostname(), "boot": _boot(), "id": number, "began": _began(number)}
 
 
 def _lives(process: Any) -> bool:
-  """False if the process is known to be gone; one of another machine is believed."""
+  """False if the process is known to be gone; True for other machines."""
   if not isinstance(process, dict) or type(process.get("id")) is not int:
     return False
   if process.get("host") != socket.gethostname():
@@ -91,13 +91,13 @@ def _lives(process: Any) -> bool:
     return False
   if (began := _began(process["id"])) is not None:
     return began == process.get("began")
-  if process.get("began") is not None:  # this machine would say
+  if process.get("began") is not None:  # on this machine it would be known
     return False
   try:
     os.kill(process["id"], 0)
   except ProcessLookupError:
     return False
-  except OSError:  # another user's
+  except OSError:  # another user's process
     return True
   return True
 
@@ -109,9 +109,9 @@ def _boot() -> str | None:
 
 
 def _began(number: int) -> int | None:
-  """When a process began, in ticks since the machine did; None where that is not known.
+  """Returns when a process began, in ticks since the machine's boot; None if unknown.
 
-  A dead one that nobody has asked for its end has none. See proc(5), /proc/PID/stat.
+  A zombie has ended, so the result is None. See proc(5), /proc/PID/stat.
   """
   with contextlib.suppress(OSError, ValueError, IndexError):
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

@@ -34,13 +34,13 @@ from callgate._stream.reader import open_stream
 from callgate._tap import alert, channel, target
 from callgate.sinks import Stream
 
-_MOST = 1000  # alerts, and failed checks, that run.json keeps: the first
-_SECONDS = 30.0  # for records that wait, where an exception ends the block; for earlier alerts
-_TRACEBACK = 20_000  # characters, of its end
+_MOST = 1000  # the most alerts, and failed checks, in run.json
+_SECONDS = 30.0  # seconds for waiting records if an exception ends the block; for earlier alerts
+_TRACEBACK = 20_000  # the last characters that are kept
 StrPath = str | os.PathLike[str]
 _open: list[Run] = []  # guarded by _opening, but for a fork's child; at most one entry
 _opening = threading.Lock()
-_numbers = itertools.count()  # of runs, the same in every process. Guarded by _opening
+_numbers = itertools.count()  # numbers of runs, the same in every process. Guarded by _opening
 
 
 class Run(Stays):
@@ -67,7 +67,7 @@ class Run(Stays):
     self.state = "new"
     self.folder: Path = Path(folder)
     self._above = folder
-    self._lock = threading.RLock()  # of what run.json has
+    self._lock = threading.RLock()  # guards the content of run.json
     self._error: str | None = None
     self._traceback: str | None = None
     self._process: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class Run(Stays):
   def _begin(self) -> None:
     """Adds streams to all channels, and listens to alerts and failed checks."""
     self._write()
-    alert.deliver(Wait(_SECONDS), anew=True)  # what came before is not the run's
+    alert.deliver(Wait(_SECONDS), anew=True)  # earlier alerts don't belong to the run
     opened.begin(
       opened.OpenRun(
         self.name, str(self.folder), self.config, self.notes, self.tags, self._plain_results
@@ -126,7 +126,7 @@ class Run(Stays):
     traceback: TracebackType | None,
   ) -> None:
     if os.getpid() != self._process.get("id"):
-      return  # a fork's child: the block is the parent's
+      return  # in a fork's child the block belongs to the parent
     own: BaseException | None = None
     try:
       if error is None:
@@ -197,14 +197,14 @@ class Run(Stays):
 
   def _crash(self, error: BaseException) -> None:
     self.state = "crashed"
-    if (original := failures.original_of(error)) is not error:  # a gate's, in JAX's
+    if (original := failures.original_of(error)) is not error:  # the gate's exception behind JAX's
       error = original
     self._error = foreign.said_by(error)
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
 
   # -- what belongs to it ------------------------------------------------------------------------
   def _stream_of(self, name: str) -> Stream | None:
-    if name.startswith(target.CHECKPOINTS):  # whose files have all of it
+    if name.startswith(target.CHECKPOINTS):  # the checkpoints' files have everything
       return None
     several = group.known_index() if group.group() is not None else None
     path = files.stream_path(self.folder, name, several)
@@ -248,7 +248,7 @@ class Run(Stays):
         kept.append(about)
         try:
           self._write()
-        except OSError as error:  # a barrier's: the other listeners hear of it all the same
+        except OSError as error:  # a barrier raises it; the other listeners still get the alert
           failures.keep_consumer_error(error, f"callgate: raised in {self!r}")
 
   def _change(self, name: str, result: Result | None) -> None:
@@ -313,7 +313,7 @@ def _stand_in(name: str) -> None:
   """Opens a channel for a name to which taps send, unless the user has."""
   is_own = name.startswith(target.CHECKPOINTS)
   if name not in channel.open_channels() and not is_own:
-    with contextlib.suppress(ValueError):  # the user opens one now
+    with contextlib.suppress(ValueError):  # the user opens one at this moment
       channel.Channel(name, "64MiB", "block", 100.0, (), None, stands_in=True)
 
 

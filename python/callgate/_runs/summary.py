@@ -23,8 +23,8 @@ class Summary(MutableMapping[str, Any]):
   def __init__(
     self, held: dict[str, Result], change: Callable[[str, Result | None], None]
   ) -> None:  # fmt: skip
-    self._held = held  # the run's
-    self._change = change  # puts a result there and in run.json, or takes it out for None
+    self._held = held  # the run's results
+    self._change = change  # sets a result, also in run.json, or removes it for None
 
   def __getitem__(self, name: str) -> Any:
     return self._held[name].given

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a run's config and summary as JSON has them."""
+"""Converts values of a run's config and summary to JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from callgate._core import foreign, masked
 from callgate._core.errors import GateDefinitionError
 
 _DEEPEST = 32
-_SHORT = 8  # elements of an array that are shown
+_SHORT = 8  # the most elements of an array that are shown
 _EXPECTED = "expected numbers, strings, paths, arrays, dataclasses, and lists and dicts of these"
 
 
 def config(label: str, given: Any) -> dict[str, Any]:
-  """A mapping by names, or a dataclass, as values of JSON."""
+  """Returns a mapping or a dataclass as values of JSON."""
   if given is None:
     return {}
   value = _fields(given)
@@ -35,7 +35,7 @@ def config(label: str, given: Any) -> dict[str, Any]:
 
 
 def plain(label: str, value: Any, key: str = "", depth: int = 0) -> Any:
-  """A value of JSON; raises GateDefinitionError, with the key, for what makes none."""
+  """Returns a value as JSON; raises GateDefinitionError, with the key, if that is impossible."""
   value = _fields(value)
   if value is None or isinstance(value, (bool, str)):
     return value if not isinstance(value, str) else str(value).encode(errors="replace").decode()
@@ -76,7 +76,7 @@ def _mapping(label: str, given: Mapping[Any, Any], key: str, depth: int) -> dict
 
 
 def _fields(value: Any) -> Any:
-  """The fields of a dataclass, a named tuple or argparse's namespace; other values as they are."""
+  """Returns the fields of a dataclass, a named tuple or argparse's namespace; else the value."""
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
   if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -91,7 +91,7 @@ def _array(label: str, value: Any, key: str) -> Any:
     value = jax.random.key_data(value)
   array = np.asarray(value)
   if array.ndim == 0 and jnp.issubdtype(array.dtype, np.floating):
-    return plain(label, float(str(array[()])), key)  # 0.97 of a float32, not 0.9700000286
+    return plain(label, float(str(array[()])), key)  # 0.97 for a float32, not 0.9700000286
   if array.ndim == 0 and array.dtype.kind in "biuU":
     return plain(label, array.item(), key)
   about = f"{array.dtype}{list(array.shape)}"

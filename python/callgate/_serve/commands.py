@@ -14,7 +14,7 @@ from callgate._core.terminal import Command, printable
 from callgate._watch.server import HOSTS
 
 _SECONDS = 10.0
-_MOST_FILE = 4096  # bytes of a file with an address
+_MOST_FILE = 4096  # the most bytes of a file with an address
 _ADDRESS = "the address (callgate.serve(control=True).url), or the file of serve(file=)"
 
 
@@ -80,7 +80,7 @@ def _ask(address: str, method: str, name: str, sent: Any = None) -> dict[str, An
     expected = "expected an address such as http://127.0.0.1:PORT/TOKEN/, or a file with one"
     raise ValueError(f"{expected}, got {address!r}")
   where = f"{url.hostname}:{port}"
-  # Not by urllib, which would ask a proxy.
+  # Not by urllib, which would use a proxy.
   connection = http.client.HTTPConnection(url.hostname, port, timeout=_SECONDS)
   try:
     headers = {"Content-Type": "application/json"} if sent is not None else {}

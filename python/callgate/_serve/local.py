@@ -22,7 +22,8 @@ class LocalFeed:
   def __init__(self, model: Model) -> None:
     self._model = model
     self._started_ns = time.time_ns()
-    self._channels: dict[str, Tapped] = {}  # by name: one that is opened again continues its curves
+    # By name: a channel that is opened again continues its curves.
+    self._channels: dict[str, Tapped] = {}
     channel.watch(self._make)
 
   def stop(self, *, wait: bool) -> None:
@@ -43,8 +44,9 @@ class Tapped:
 
   def __init__(self, model: Model, source: int) -> None:
     self._model, self._source = model, source
-    self._descriptions: dict[str, dict[str, Any]] = {}  # of each tap one, as a stream has them
-    self._lanes: dict[tuple[int, ...], int] = {}  # numbers of lanes, in the order of their coming
+    self._descriptions: dict[str, dict[str, Any]] = {}  # by tap, as in a stream
+    # Numbers of lanes, in the order of their first records.
+    self._lanes: dict[tuple[int, ...], int] = {}
     self.state = "open"
 
   def open(self, channel: str) -> None:

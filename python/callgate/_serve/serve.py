@@ -29,8 +29,8 @@ from callgate._watch.answers import PageAnswers
 from callgate._watch.model import Model
 from callgate._watch.server import PageServer, Query, RequestError
 
-_MOST_TOLD = 100  # messages
-_MOST_EXACT = 2**53  # JSON's numbers are read as float64 by browsers
+_MOST_TOLD = 100  # the most messages
+_MOST_EXACT = 2**53  # browsers read JSON's numbers as float64
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single steps
 StrPath = str | os.PathLike[str]
 
@@ -84,7 +84,7 @@ class Server(Closing):
     self._page.close()
     if self._file is not None:
       with contextlib.suppress(OSError):
-        if self._file.read_text() == self._file_text():  # else it is another's by now
+        if self._file.read_text() == self._file_text():  # else another server has replaced it
           self._file.unlink()
     _part.off("check failed", self._checks.note)
     _part.off("alert", self._note_alert)

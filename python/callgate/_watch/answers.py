@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to the page about a model, as values for JSON: NaN and infinities are None.
+"""Answers the page's requests about a model, as values for JSON: NaN and infinities are None.
 
-The page asks a few times a second for `state`, then for the leaves that it shows and that have
-changed. A leaf's number is its place among all, which stays.
+The page requests `state` a few times a second, and then the shown leaves that have changed. A
+leaf's number is its index among all leaves, which doesn't change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from callgate._watch.model import COLUMNS, Key, Model, Panel, Series
 from callgate._watch.server import Query, RequestError
 
 _MOST_POINTS = 20_000
-_MOST_CURVES = 64  # of one leaf
+_MOST_CURVES = 64  # the most curves of one leaf
 _Columns = dict[str, "np.ndarray[Any, Any]"]
 
 
@@ -29,10 +29,10 @@ class PageAnswers:
   """Answers from a model.
 
   Args:
-    model: what is shown.
-    states: of each stream: where it is and what it is at.
-    plots: leaves that a page shows until its user chooses.
-    points: that a curve is drawn with, at most.
+    model: the model to show.
+    states: returns the place and state of each stream.
+    plots: the number of leaves that a page shows until its user chooses.
+    points: the most points of a drawn curve.
   """
 
   def __init__(
@@ -45,7 +45,7 @@ class PageAnswers:
     return {"state": lambda query: self.state(), "leaf": self.leaf}
 
   def state(self) -> dict[str, Any]:
-    """The overview: streams, counts, leaves, and records a second of each device over time."""
+    """Returns the overview: streams, counts, leaves, and each device's record rate over time."""
     versions = self._model.versions()
     table = self._model.table()
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
@@ -68,11 +68,11 @@ class PageAnswers:
     }
 
   def leaf(self, query: Query) -> dict[str, Any]:
-    """The data of one leaf's plot.
+    """Returns the data of one leaf's plot.
 
     The query has `id`; `show`, "curves", "lanes", "histograms" or "latest"; `x`, "record",
     "seconds" or another leaf's number; `window`, "whole" or "recent"; `from` and `to`, a part of
-    the axis; `points`, at most.
+    the axis; and `points`, the most points.
     """
     keys = list(self._model.versions())
     key = _leaf(keys, _one(query, "id", ""))
@@ -125,10 +125,10 @@ class PageAnswers:
 
 
 def _kind(panel: Panel) -> dict[str, Any]:
-  """True if a leaf is an array, and what can be shown of it."""
+  """Returns whether a leaf is an array, and how it can be shown."""
   there = {"curves": True, "lanes": panel.lanes > 1, "histograms": bool(panel.distributions)}
   there["latest"] = panel.latest.size > 1 or bool(panel.media)
-  if panel.media:  # nobody wants curves of pixels and letters
+  if panel.media:  # curves of pixels and letters are of no use
     there = dict.fromkeys(there, False) | {"latest": True}
   return {"array": panel.is_array, "shows": [show for show, has in there.items() if has]}
 
@@ -145,7 +145,7 @@ def _latest(panel: Panel) -> dict[str, Any]:
 
 
 def image(shown: Image) -> dict[str, Any]:
-  """A picture for the page."""
+  """Returns a picture for the page."""
   height, width = shown.pixels.shape[:2]
   made = {"png": base64.b64encode(png(shown.pixels)).decode(), "height": height, "width": width}
   return made | {"low": shown.low, "high": shown.high}
@@ -154,7 +154,7 @@ def image(shown: Image) -> dict[str, Any]:
 def _values_at(
   places: Mapping[Series, _Columns], series: Series, seconds: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-  """The last values of another leaf at these times: on this device, else on the run's first."""
+  """Returns another leaf's last values at these times, on this device or the run's first."""
   of_run = {one: columns for one, columns in places.items() if one.source == series.source}
   found = of_run.get(series._replace(lane=None)) or next(iter(of_run.values()), None)
   if found is None:
@@ -162,7 +162,7 @@ def _values_at(
   known = ~np.isnan(found["seconds"])
   times, values = found["seconds"][known], found["mean"][known]
   index = np.searchsorted(times, seconds, side="right") - 1
-  values = np.concatenate([values, [np.nan]])  # before the first, and where there is no time
+  values = np.concatenate([values, [np.nan]])  # for times before the first value, and unknown times
   return np.where(np.isnan(seconds), np.nan, values[index])
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m callgate watch`: serves a live page of streams, or of runs, on loopback.
+"""`python -m callgate watch`: serves a live page of streams or runs, on the loopback interface.
 
-It reads streams as any other reader does: the program that writes them serves nothing for it.
+It reads streams as any other reader does, so the program that writes them serves nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _watch_streams(arguments: argparse.Namespace) -> int:
 
 
 def names_of(where: Sequence[str]) -> list[str]:
-  """The names of runs: the last parts of their paths, where these differ."""
+  """Returns short names of runs: the last parts of their paths that differ."""
   short = [one if is_address(one) else os.path.basename(one) for one in where]
   return short if len({*short}) == len(short) and all(short) else list(where)
 
@@ -111,12 +111,12 @@ def _show_until_ended(url: str, *, browser: bool) -> None:
   before = signal.signal(signal.SIGTERM, end)
   try:
     print(f"callgate watch: {url} (Ctrl-C ends it)", flush=True)
-    # A browser that would be a window: not one in the terminal that shows the address.
+    # Only a browser in a window, not one in the terminal that shows the address.
     displays = map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
     if browser and (sys.platform == "darwin" or any(displays)):
       webbrowser.open(url)
     ended = threading.Event()
-    while not ended.wait(1):  # Python sees a signal that comes just before a wait only after it
+    while not ended.wait(1):  # Python handles a signal only after a wait that began just after it
       pass
   except _Terminated:
     pass

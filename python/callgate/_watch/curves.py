@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves over time in bounded memory, where a stream's numbers stand, and how fast records come.
+"""Curves over time in bounded memory, the record axis of streams, and rates of records.
 
 Plain data, used under the model's lock.
 """
@@ -17,39 +17,39 @@ Window = Literal["whole", "recent"]
 Axis = Literal["record", "seconds"]
 Span = tuple[Axis, float, float]
 _Array = np.ndarray[Any, Any]
-# Rows of the matrices here; a column is a point: its position on the record axis, and the minimum,
+# Rows of the matrices here. A column is a point: its position on the record axis, and the minimum,
 # maximum, sum and number of the finite elements of its records.
 _X, _SECONDS, _SESSION, _LOW, _HIGH, _SUM, _COUNT, _BUCKET = range(8)
 
 
 def as_float(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The array as float64; complex numbers by their absolute value."""
+  """Returns the array as float64; the absolute value of complex numbers."""
   return (np.abs(array) if array.dtype.kind == "c" else array).astype(np.float64)
 
 
 class Curve:
-  """A curve as minimum, mean and maximum: the whole of it, coarser as it grows, and its end.
+  """A curve of minimum, mean and maximum: a coarse one of all records, and a fine one of the last.
 
   Args:
-    points: that are kept of the whole, at most.
-    recent: that are kept of its end; None for as many.
+    points: the most points of the whole curve.
+    recent: the most points of its end. Default: as many.
   """
 
   def __init__(self, points: int, recent: int | None = None) -> None:
     self._limit, self._tail = points, recent or points
-    self._stride = 1  # records a point of the whole
+    self._stride = 1  # records in a point of the whole curve
     self._records = 0
     self._last_x = -1.0
     self._whole, self._recent = _Points(), _Points()
 
   def extend(self, rows: _Array) -> None:
-    """Adds points, f64[7, n], to the right end; those of one position, a vmap's lanes, make one."""
+    """Adds points, f64[7, n], at the right end; points of one position (lanes) are merged."""
     steps = np.diff(rows[_X], prepend=self._last_x) != 0
     index = self._records - 1 + np.cumsum(steps)
     self._records = int(index[-1]) + 1
     self._last_x = float(rows[_X, -1])
     self._recent.append(np.vstack([rows, index]))
-    if self._recent.size > 2 * self._tail:  # now and then: each time would copy all of it
+    if self._recent.size > 2 * self._tail:  # not each time, since it copies everything
       self._recent.hold(self._recent.all()[:, -self._tail :])
     self._whole.append(np.vstack([rows, index // self._stride]))
     while self._whole.size > self._limit and self._stride <= self._records:
@@ -61,19 +61,19 @@ class Curve:
   def columns(
     self, window: Window, span: Span | None = None, most: int | None = None
   ) -> dict[str, _Array]:
-    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions.
+    """Returns the points as `record`, `seconds`, `low`, `mean`, `high`; NaN between sessions.
 
     Args:
-      window: which of the two.
-      span: an axis, and from where to where on it; None for all.
-      most: points, beyond which neighbours make one; None for all that are kept.
+      window: "whole" or "recent".
+      span: an axis, and a range on it; None for all points.
+      most: the most points; neighbors are merged beyond that. None for all stored points.
     """
     points = self._whole.all() if window == "whole" else self._recent.all()[:, -self._tail :]
     if span is not None:
       axis, low, high = span
       x = points[_X if axis == "record" else _SECONDS]
       inside = np.flatnonzero((x >= low) & (x <= high))
-      if inside.size:  # with one beyond each end, to which the curve goes
+      if inside.size:  # with one point beyond each end, so that the curve reaches the edge
         points = points[:, max(0, inside[0] - 1) : inside[-1] + 2]
       else:
         points = points[:, :0]
@@ -98,7 +98,7 @@ class _Points:
     return self._room[:, : self.size]
 
   def append(self, rows: _Array) -> None:
-    """Adds points, the first of which may be of the last one's bucket."""
+    """Adds points; the first one may belong to the last point's bucket."""
     if self.size:
       rows = np.hstack([self._room[:, self.size - 1 : self.size], rows])
     added, begin = _merge(rows), max(0, self.size - 1)
@@ -111,14 +111,14 @@ class _Points:
     self.size = end
 
   def hold(self, points: _Array) -> None:
-    """Holds these, which may be some of its own, in place of all."""
+    """Replaces all points by these, which may be views of its own."""
     points = points.copy()
     self.size = points.shape[1]
     self._room[:, : self.size] = points
 
 
 def _merge(points: _Array) -> _Array:
-  """One point for each run of one bucket in one session."""
+  """Merges consecutive points of the same bucket and session."""
   changes = (np.diff(points[_BUCKET]) != 0) | (np.diff(points[_SESSION]) != 0)
   starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
   if len(starts) == points.shape[1]:
@@ -130,17 +130,17 @@ def _merge(points: _Array) -> _Array:
 
 
 class Distributions:
-  """Histograms of an array's records over time, fewer of them as they get many."""
+  """Histograms of an array's records over time, thinned out as they get many."""
 
   MOST, BINS, SAMPLE = 64, 32, 1 << 16
 
   def __init__(self) -> None:
     self._stride, self._records = 1, 0
-    # The position of each, the seconds, the ends of its range, and the counts of equal bins.
+    # For each: position, seconds, the ends of the range, and the counts of equal bins.
     self._held: list[tuple[int, float, float, float, list[int]]] = []
 
   def add(self, position: int, seconds: float, array: _Array) -> None:
-    """Takes a record's elements; of more than a few ten thousand an even choice."""
+    """Adds a record's elements; an even selection if there are more than a few ten thousand."""
     due = self._records % self._stride == 0
     self._records += 1
     if not due:
@@ -154,7 +154,7 @@ class Distributions:
       wide = np.isfinite(high - low) and np.nextafter(low, high) < low + (high - low) / self.BINS
     if wide:
       counts, _ = np.histogram(values, self.BINS, (low, high))
-    else:  # no bins fit in
+    else:  # too narrow for bins
       counts = np.array([values.size])
     self._held.append((position, seconds, low, high, counts.tolist()))
     if len(self._held) >= self.MOST:
@@ -162,22 +162,22 @@ class Distributions:
       self._stride *= 2
 
   def all(self) -> list[tuple[int, float, float, float, list[int]]]:
-    """The held ones: position, seconds, ends of the range, counts."""
+    """Returns position, seconds, ends of the range and counts of each."""
     return list(self._held)
 
 
 class RecordCounts:
-  """Records of each device over time, in a fixed number of buckets that widen."""
+  """Counts of records of each device over time, in a fixed number of buckets that widen."""
 
   BUCKETS = 240
 
   def __init__(self) -> None:
-    self.width = 0.125  # seconds a bucket
+    self.width = 0.125  # seconds in a bucket
     self._counts: dict[int, _Array] = {}
     self._used = 0
 
   def add(self, device: int, seconds: _Array) -> None:
-    """Counts records by their seconds since the first; one before it counts as at it."""
+    """Counts records by their seconds since the first; earlier ones count at 0."""
     self._counts.setdefault(device, np.zeros(self.BUCKETS, np.int64))
     seconds = np.maximum(seconds, 0)
     while seconds.max() >= self.width * self.BUCKETS:
@@ -190,17 +190,18 @@ class RecordCounts:
     self._used = max(self._used, int(bucket.max()) + 1)
 
   def counts(self) -> dict[int, _Array]:
-    """Records in each bucket up to the last used one, by device."""
+    """Returns the records in each bucket up to the last used one, by device."""
     return {device: held[: self._used].copy() for device, held in sorted(self._counts.items())}
 
 
 class Rate:
-  """Records a second, looking back over the last seconds of the stream's own time."""
+  """Records a second, over the last seconds of the stream's own time."""
 
   SECONDS = 10.0
 
   def __init__(self) -> None:
-    self._marks: collections.deque[tuple[float, int]] = collections.deque()  # time and count by it
+    # (time, number of records by then).
+    self._marks: collections.deque[tuple[float, int]] = collections.deque()
     self._count = 0
 
   def add(self, seconds: _Array) -> None:
@@ -210,7 +211,7 @@ class Rate:
     if older:
       self._marks.append((begin, self._count + older))
     elif not self._marks:
-      self._marks.append((float(seconds.min()), 1))  # the rate is that of the ones behind it
+      self._marks.append((float(seconds.min()), 1))  # counts the records after the first one
     self._count += len(seconds)
     self._marks.append((last, self._count))
     while len(self._marks) > 2 and self._marks[1][0] <= begin:
@@ -225,23 +226,23 @@ class Rate:
 
 
 class StreamSource:
-  """One stream: where its numbers stand, and how they become positions on the record axis."""
+  """One stream, and the mapping of its sequence numbers to positions on the record axis."""
 
   def __init__(self, started_ns: int | None = None) -> None:
-    self.started_ns = started_ns  # from when seconds count; None before the first record
+    self.started_ns = started_ns  # the zero of seconds; None before the first record
     self.session = 0
-    self.is_new_session = False  # whether the next record is another writer's
-    self._base = 0  # of the session, so that it begins where the one before ended
-    self._top = 0  # the first position behind all that came
+    self.is_new_session = False  # True if the next record is another writer's
+    self._base = 0  # offset of the session, which begins where the one before ended
+    self._top = 0  # the first free position
     self._missing_before = 0
-    self._descriptions: dict[int, Any] = {}  # by id, which holding them keeps their own
-    # By device, in this session: the first number, the highest, and how many there were.
+    self._descriptions: dict[int, Any] = {}  # by id; keeping the descriptions keeps the ids unique
+    # By device, in this session: (first number, highest number, count).
     self._spans: dict[int, tuple[int, int, int]] = {}
 
   def position(self, record: StreamRecord) -> int:
-    """Returns where a record lies on the record axis."""
+    """Returns a record's position on the record axis."""
     seq, device, about = record.seq, record.device, record.description
-    # A writer describes each tap once: a new description, of a number passed, is another writer's.
+    # A writer describes each tap once. A new description with an old number is another writer's.
     passed = device in self._spans and seq <= self._spans[device][1]
     if self.is_new_session or (passed and id(about) not in self._descriptions):
       self.is_new_session = False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads streams for the live page: a thread for each, which waits, follows and comes back.
+"""Reads streams for the live page, on a thread for each, which waits, follows and reconnects.
 
-A feed survives its stream's writer: a file that a new one continues or replaces, a socket that is
-served again. It ends when it is told to, or when a file is damaged.
+A follower survives its stream's writer: a new writer may continue or replace the file, or serve the
+socket again. It ends when it is told to, or when a file is damaged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from callgate._stream.reader import StreamReader, is_address, open_stream
 from callgate._stream.records import StreamRecord
 from callgate._watch.model import Model
 
-_CHUNK = 4096  # records that the model gets at once, at most
-_PATIENCE = 0.1  # seconds that a record waits for others of its chunk, at most
+_CHUNK = 4096  # the most records that the model gets at once
+_PATIENCE = 0.1  # the most seconds that a record waits for others of its chunk
 
 
 class Follower(threading.Thread):
@@ -25,9 +25,9 @@ class Follower(threading.Thread):
   def __init__(self, where: str, model: Model, source: int, *, retry_seconds: float = 1.0) -> None:
     super().__init__(name=f"callgate-watch-{source}", daemon=True)
     self.where, self._model = where, model
-    self._source = source  # the number by which the model knows the stream
-    self._retry_seconds = retry_seconds  # between two attempts to open what is not there
-    self.state = "waiting for it"  # what the feed is at, in a few words
+    self._source = source  # the stream's number in the model
+    self._retry_seconds = retry_seconds  # between two attempts to open a missing stream
+    self.state = "waiting for it"  # a short description of the present state
     self._inode = 0
     self._ending = threading.Event()
     self._reader: StreamReader | None = None
@@ -40,7 +40,7 @@ class Follower(threading.Thread):
       if _inode(self.where) == self._inode:
         self._reader = reader
         return reader
-      reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
+      reader.close()  # the file came or was replaced meanwhile, so it is unknown which one is open
 
   def stop(self) -> None:
     self._ending.set()
@@ -72,7 +72,7 @@ class Follower(threading.Thread):
           if (record := reader.read(left)) is None:
             break
           chunk.append(record)
-      finally:  # what came before damage, too
+      finally:  # also the records before damage
         self._model.add(chunk, self._source)
       if chunk:
         self.state = "following"
@@ -84,12 +84,12 @@ class Follower(threading.Thread):
       elif self.state == "waiting for it":
         self.state = "following"
       if not is_address(self.where) and _inode(self.where) not in (0, self._inode):
-        return  # replaced by another file
+        return  # another file has replaced it
       self._ending.wait(wait.left)
 
 
 def _inode(where: str) -> int:
-  """Returns what tells a file from the one that replaces it; 0 where there is none, or several."""
+  """Returns the identity of a file; 0 if there is none, or several."""
   try:
     return os.stat(where).st_ino
   except OSError:

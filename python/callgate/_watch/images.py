@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays as pictures: what may be one, in few enough pixels."""
+"""Shows arrays as small pictures, if their shape is that of a picture."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 _LEAST, _MOST = 4, 256  # pixels of an edge
-# A path from dark blue over green to yellow whose lightness grows evenly; RGB, from 0 to 255.
+# Dark blue, green, yellow, with evenly increasing lightness; RGB, from 0 to 255.
 _COLORS = np.array([(25, 20, 80), (45, 85, 140), (30, 140, 130), (105, 190, 85), (250, 230, 50)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-  """A picture of an array, and between which values its colours lie."""
+  """A picture of an array, and the values at the ends of its color scale."""
 
   pixels: np.ndarray[Any, Any]  # uint8[height, width, 1, 3 or 4]
   low: float
@@ -23,11 +23,11 @@ class Image:
 
 
 def image_of(array: np.ndarray[Any, Any]) -> Image | None:
-  """The array as a picture if its shape is [height, width], or [height, width, 1, 3 or 4].
+  """Returns the array as a picture if its shape is [height, width], or [height, width, 1, 3 or 4].
 
-  Large ones lose rows and columns. A fourth channel is left out; uint8 are taken as they are, other
-  numbers as 0 to 1, or to 255 where one is above 1. The colours of a lone channel go from the least
-  to the greatest value.
+  Large arrays lose rows and columns. A fourth channel is dropped. uint8 is used as it is; other
+  numbers are scaled from the range 0 to 1, or 0 to 255 if one is above 1. A single channel gets
+  colors from its least to its greatest value.
   """
   channels = array.shape[2] if array.ndim == 3 else 1
   if array.ndim not in (2, 3) or channels not in (1, 3, 4) or min(array.shape[:2]) < _LEAST:
@@ -51,6 +51,6 @@ def image_of(array: np.ndarray[Any, Any]) -> Image | None:
 
 
 def small(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  """The array with each so many rows and columns, alike, that few enough pixels are left."""
+  """Returns the array with evenly chosen rows and columns, so that it has few enough pixels."""
   step = max(1, -(-max(array.shape[:2]) // _MOST))
   return array[::step, ::step]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and texts of a tap over time, fewer of them as they get many."""
+"""Images and texts of a tap over time, thinned out as they get many."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from callgate._tap import kinds
 from callgate._watch.images import Image, small
 
 MEDIA = ("image", "text")
-_MOST_CHARACTERS = 4000  # of a text
+_MOST_CHARACTERS = 4000  # the most characters of a text
 
 
 class Shown(NamedTuple):
-  """One image or text, and where it belongs."""
+  """One image or text, and its position."""
 
   position: int
   seconds: float
@@ -26,37 +26,38 @@ class Shown(NamedTuple):
 
 
 def kind_of(record: StreamRecord) -> str | None:
-  """The kind that the record's tap was given, where the page shows it in a way of its own."""
+  """Returns the kind of the record's tap, if the page shows it in a special way."""
   kind = record.description.get("kind")
   return kind if kind in MEDIA and record.role == "primal" else None
 
 
 def leaves_of(record: StreamRecord, kind: str | None) -> Mapping[str, Any]:
-  """The leaves that the page knows: of a text one, its bytes."""
+  """Returns the leaves that the page shows; a text is one leaf, its bytes."""
   if kind != "text":
     return record.leaves
   try:
     text = kinds.text(list(record.leaves.values()), record.description.get("fields"))
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-    text = f"(a text that can't be formatted: {type(error).__name__})"  # the writer's own words
+    # The writer may have sent any format.
+    text = f"(a text that can't be formatted: {type(error).__name__})"
   return {"": kinds.text_bytes(text)}
 
 
 def shown(kind: str, array: np.ndarray[Any, Any]) -> Image | str:
-  """The value of a leaf as the page has it."""
+  """Returns the value of a leaf as the page shows it."""
   if kind == "text":
     text = array.tobytes().decode(errors="replace")
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
   if array.ndim not in (2, 3, 4) or not array.size:
     return f"({array.dtype}{list(array.shape)}, not an image)"
-  # The kinds that NumPy lacks, such as bfloat16, are none of its "f".
+  # Kinds that NumPy lacks, such as bfloat16, aren't among "f".
   finite = array if array.dtype.kind in "biu" else array[np.isfinite(array)]
   ends = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
   return Image(small(kinds.sheet(array)), *ends)
 
 
 class Media:
-  """The images or texts of one leaf of one stream, evenly spread over its records."""
+  """The images or texts of one leaf of one stream, evenly selected from its records."""
 
   MOST = 32
 
@@ -78,7 +79,7 @@ class Media:
         self._stride *= 2
 
   def all(self) -> list[Shown]:
-    """The held ones and the last, in the order of their coming."""
+    """Returns the selected ones and the last, in order."""
     if self._last is None:
       return []
     position, seconds, lane, kind, array = self._last

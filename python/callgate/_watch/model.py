@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds as data what `python -m callgate watch` shows: neither a server nor a browser.
+"""The data that `python -m callgate watch` shows, without a server or a browser.
 
-A `Model` takes the records of streams and keeps curves, counts and the latest values in memory that
-does not grow with their number. Feeds (`feed.py`) add from threads of their own, the page reads
-from the server's: a lock makes each call whole.
+A `Model` takes the records of streams, and keeps curves, counts and the latest values in bounded
+memory. Followers (`feed.py`) add records on their own threads, and the server's threads read. A
+lock makes each call atomic.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from callgate._watch.curves import (
 from callgate._watch.images import Image, image_of
 from callgate._watch.media import Media, kind_of, leaves_of
 
-_PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # of a path in a pytree
+_PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # a part of a path in a pytree
 _PATH = re.compile(rf"(?:{_PART.pattern})*")
-_LATEST = 2048  # elements of an array's latest value that are kept, evenly spread
+_LATEST = 2048  # the most elements of an array's latest value, evenly selected
 _RECENT = 1000  # points of a curve's end
-_LANES = 16  # that have curves of their own
+_LANES = 16  # the most lanes with curves of their own
 _SHARDS = 4096
 _Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Key:
-  """One leaf of one tap: what the page has a plot for."""
+  """One leaf of one tap: the page has a plot for each."""
 
   name: str
   role: str
@@ -51,13 +51,13 @@ class Key:
 
   @property
   def leaf(self) -> str:
-    """The path as people read it: "w/0" for "['w'][0]"; as it is where JAX does not write it so."""
+    """The readable path: "w/0" for "['w'][0]"; unchanged if JAX doesn't write paths so."""
     known = _PATH.fullmatch(self.path) is not None
     return "/".join(map("".join, _PART.findall(self.path))) if known else self.path
 
   @property
   def label(self) -> str:
-    """The name and the leaf, and the role unless it is the usual one."""
+    """The name and the leaf, and the role unless it is "primal"."""
     name = f"{self.name}/{self.leaf}" if self.path else self.name
     return f"{name} ({self.role})" if self.role != "primal" else name
 
@@ -65,15 +65,15 @@ class Key:
 class Totals(NamedTuple):
   """Counts over all streams."""
 
-  records: int  # values that came, each lane of a vmap one
-  missing: int  # numbers between a device's first and last that were dropped, or kept by `where`
-  sessions: int  # writers that were read
-  per_second: float  # of the last ten seconds of the streams' own time
+  records: int  # values; each lane of a vmap counts
+  missing: int  # numbers without a record: dropped, or left out by a sink's options
+  sessions: int  # the number of writers
+  per_second: float  # over the last ten seconds of the streams' own time
   latest_ns: int
 
 
 class Series(NamedTuple):
-  """Whose values a curve has: a stream's, on one device; of one lane, or of all together."""
+  """Identifies a curve: a stream, a device, and one lane or all."""
 
   source: int
   device: int
@@ -81,32 +81,32 @@ class Series(NamedTuple):
 
 
 class Panel:
-  """Holds what is known of one leaf."""
+  """The data of one leaf."""
 
   def __init__(self, points: int) -> None:
     recent = min(points, _RECENT)
     self.curves: dict[Series, Curve] = collections.defaultdict(
       functools.partial(Curve, points, recent)
     )
-    # Curves of the first lanes alone, in less detail.
+    # Curves of the first lanes only, with fewer points.
     self.lane_curves: dict[Series, Curve] = collections.defaultdict(
       functools.partial(Curve, max(2, points // 8), recent)
     )
     self.distributions: dict[int, Distributions] = collections.defaultdict(Distributions)
     self.media: dict[int, Media] = collections.defaultdict(Media)  # by stream
-    self.latest = np.zeros(0)  # the latest value, flat, at most _LATEST elements of it
-    self.image: Image | None = None  # the latest value, where it may be one
-    self.is_array = False  # whether a record held more than one number, all lanes taken together
-    self.lanes = 0  # how many there were, at least
-    self.shards: set[Any] = set()  # at most _SHARDS of those that came
+    self.latest = np.zeros(0)  # the latest value, flat, at most _LATEST elements
+    self.image: Image | None = None  # the latest value as a picture, if possible
+    self.is_array = False  # True if a record had more than one number, over all lanes
+    self.lanes = 0  # the number of lanes, at least
+    self.shards: set[Any] = set()  # at most _SHARDS of the shards
     self.records = 0
-    self.nonfinite = 0  # elements that were NaN or infinite, which curves leave out
-    self.kind = ""  # of the latest value, as "float32[3, 4]"
+    self.nonfinite = 0  # the number of NaN and infinite elements, which curves leave out
+    self.kind = ""  # the latest value's type, such as "float32[3, 4]"
     self.version = 0  # changes with each change
     self.rate = Rate()
 
   def extend(self, series: Series, rows: _Array, lanes: _Array) -> None:
-    """Adds records: of each the place on both axes, the session and its `_summary`; and lanes."""
+    """Adds records: their places on both axes, session and `_summary`, and their lanes."""
     elements, finite = rows[-1], rows[-2]
     self.curves[series].extend(rows[:-1])
     repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
@@ -122,7 +122,7 @@ class Panel:
     self.version += 1
 
   def show(self, array: _Array) -> None:
-    """Takes the latest value."""
+    """Stores the latest value."""
     flat = as_float(array).reshape(-1)
     kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
     self.latest = flat if flat.size <= _LATEST else flat[kept]
@@ -131,7 +131,7 @@ class Panel:
 
   @property
   def last(self) -> float:
-    """The last number, or the mean of the last array's finite elements; NaN before there is one."""
+    """The last number, or the mean of the last array's finite elements; NaN before the first."""
     finite = self.latest[np.isfinite(self.latest)]
     return float(finite.mean()) if finite.size else float("nan")
 
@@ -140,8 +140,8 @@ class Model:
   """Curves, counts and latest values of any number of streams.
 
   Args:
-    points: that are kept of each curve, at most.
-    runs: what the streams are called, by their numbers; others by these.
+    points: the most points of each curve.
+    runs: the names of streams, by number; other streams have their number.
   """
 
   def __init__(self, points: int = 16_000, runs: Sequence[str] = ()) -> None:
@@ -157,7 +157,7 @@ class Model:
     self._latest_ns = 0
 
   def add_run(self, name: str, started_ns: int | None = None) -> int:
-    """Has another stream; returns its number. Its seconds count from its first record, or then."""
+    """Adds a stream; returns its number. Seconds count from `started_ns` or its first record."""
     with self._lock:
       number = len(self._runs)
       self._runs[number] = name
@@ -165,17 +165,17 @@ class Model:
       return number
 
   def run(self, source: int) -> str:
-    """The name of a stream."""
+    """Returns the name of a stream."""
     return self._runs.get(source, f"run {source}")
 
   def begin_session(self, source: int = 0) -> None:
-    """Notes that what follows in a stream comes from another writer: curves get a gap."""
+    """Marks that the next records come from another writer: curves get a gap."""
     with self._lock:
       if source in self._sources:
         self._sources[source].is_new_session = True
 
   def add(self, records: Sequence[StreamRecord], source: int = 0) -> None:
-    """Takes records in the order in which their stream has them."""
+    """Adds records in the order of their stream."""
     if records:
       with self._lock:
         self._add(records, source, self._sources.setdefault(source, StreamSource()))
@@ -229,7 +229,7 @@ class Model:
 
   # -- what the page shows -----------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:
-    """The leaves that there are, in the order in which they came, with what changes with them."""
+    """Returns the leaves, in the order in which they came, with their versions."""
     with self._lock:
       return {key: panel.version for key, panel in self._panels.items()}
 
@@ -237,7 +237,7 @@ class Model:
     self, key: Key, window: Window = "whole", span: Span | None = None, most: int | None = None,
     *, by_lane: bool = False,
   ) -> dict[Series, dict[str, _Array]]:  # fmt: skip
-    """The curves of a leaf, each as `Curve.columns` has it; with `by_lane` of single lanes."""
+    """Returns the curves of a leaf, each as from `Curve.columns`; with `by_lane` those of lanes."""
 
     def columns(panel: Panel) -> dict[Series, dict[str, _Array]]:
       curves = panel.lane_curves if by_lane else panel.curves
@@ -246,12 +246,12 @@ class Model:
     return self.ask(key, columns)
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
-    """Returns what a function says of a leaf's panel, which it sees whole."""
+    """Calls a function with a leaf's panel, under the lock, and returns the result."""
     with self._lock:
       return question(self._panels[key])
 
   def lanes(self) -> tuple[float, dict[int, np.ndarray[Any, Any]]]:
-    """Seconds a bucket, and for each device the records in each bucket from the first record on."""
+    """Returns the seconds in a bucket, and for each device the records in each bucket."""
     with self._lock:
       return self._lanes.width, self._lanes.counts()
 
@@ -262,7 +262,7 @@ class Model:
       return Totals(self._records, missing, sessions, self._rate.value, self._latest_ns)
 
   def table(self) -> dict[str, list[Any]]:
-    """Columns with a row for each leaf: what the page's table shows."""
+    """Returns columns with a row for each leaf: the page's table."""
     with self._lock:
       panels = self._panels.items()
       return {name: [show(*panel) for panel in panels] for name, (_, show) in COLUMNS.items()}
@@ -287,7 +287,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
 
 
 def _summary(array: np.ndarray[Any, Any]) -> tuple[float, float, float, int, int]:
-  """Least, greatest and sum of the finite elements, how many these are, and how many there are."""
+  """Returns least, greatest and sum of the finite elements, their number, and the number of all."""
   if array.ndim == 0:
     value = abs(complex(array)) if array.dtype.kind == "c" else float(array)
     finite = abs(value) < np.inf

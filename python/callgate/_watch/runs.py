@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows folders of runs for the page: a thread reads `run.json` files and the runs' streams.
 
-Each run has a model of its own. A file is read to its end, and kept open while its run goes on.
+Each run has a model of its own. A file is read to its end, and kept open while its run continues.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from callgate._stream.reader import StreamReader, open_stream
 from callgate._stream.records import StreamRecord
 from callgate._watch.model import Model
 
-_PERIOD = 0.5  # seconds between two looks
-_CHUNK = 4096  # records that a model gets at once, at most
-_POINTS = 4000  # of a curve
-_MOST_TEXT = 2000  # characters of a value that are shown
+_PERIOD = 0.5  # seconds between two scans
+_CHUNK = 4096  # the most records that a model gets at once
+_POINTS = 4000  # the most points of a curve
+_MOST_TEXT = 2000  # the most characters of a shown value
 
 
 class WatchedRun:
-  """One run: what its `run.json` says, and a model of its streams."""
+  """One run: the content of its `run.json`, and a model of its streams."""
 
   def __init__(self, folder: Path, name: str) -> None:
     self.folder, self.id = folder, name
     self.about: dict[str, Any] = {}
     self.model = Model(points=_POINTS)
-    self.problem = ""  # why a file can't be read
+    self.problem = ""  # the reason why a file can't be read
     self._stamp: tuple[int, int] | None = None
     self._readers: dict[Path, tuple[int, StreamReader | None]] = {}  # None once read to the end
 
@@ -43,7 +43,7 @@ class WatchedRun:
     return self.about.get("state") == "running"
 
   def look(self, ending: threading.Event) -> bool:
-    """Reads what is new. False if there is no such run any more."""
+    """Reads new data. False if the run no longer exists."""
     try:
       found = os.stat(self.folder / files.FILE)
       stamp = found.st_mtime_ns, found.st_ino
@@ -55,7 +55,7 @@ class WatchedRun:
     except (OSError, ValueError) as error:
       self.about, self._stamp = {"state": "unreadable", "error": str(error)}, None
       return True
-    # Streams have nothing more once their run has ended, and its end has been seen before.
+    # Streams get no more records once their run has ended and its end has been seen before.
     if changed or self.is_running or any(reader for _, reader in self._readers.values()):
       self._read(ending)
     return True
@@ -85,7 +85,7 @@ class WatchedRun:
     try:
       while len(chunk) < _CHUNK and (record := reader.read(0.0)) is not None:
         chunk.append(record)
-    finally:  # what came before damage, too
+    finally:  # also the records before damage
       self.model.add(chunk, source)
     return len(chunk) == _CHUNK
 
@@ -103,7 +103,7 @@ class WatchedRun:
 
   # -- what the page is told ---------------------------------------------------------------------
   def row(self) -> dict[str, Any]:
-    """The run as a row of the table; of texts that somebody else may have written."""
+    """Returns the run as a row of the table; its texts may come from anybody."""
     about = self.about
     began, ended = about.get("started_ns"), about.get("ended_ns")
     began = began if type(began) is int else None
@@ -128,7 +128,7 @@ class WatchedRun:
 
 
 class RunsFollower(threading.Thread):
-  """Has all runs of some folders, on a thread of its own."""
+  """Follows all runs of some folders, on a thread of its own."""
 
   def __init__(self, folders: Sequence[str]) -> None:
     super().__init__(name="callgate-watch-runs", daemon=True)
@@ -139,7 +139,7 @@ class RunsFollower(threading.Thread):
     self._ending = threading.Event()
 
   def look(self) -> None:
-    """Finds new runs, forgets those that are gone, and reads what is new, the newest run first."""
+    """Finds new runs, forgets deleted ones, and reads new data, the newest run first."""
     found = [path for folder in self._folders for path in _runs_in(folder)]
     with self._lock:
       for path in found:
@@ -166,7 +166,7 @@ class RunsFollower(threading.Thread):
       run.close()
 
   def runs(self) -> list[WatchedRun]:
-    """The runs that there are, the newest first."""
+    """Returns the runs, the newest first."""
     with self._lock:
       runs = list(self._runs.values())
     began = [(run.about.get("started_ns"), run) for run in runs if run.about]
@@ -200,12 +200,12 @@ def _end(path: Path, count: int) -> str:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-  """The folder itself, where it is a run's; else those of the runs in it."""
+  """Returns the folder itself if it is a run's; else the folders of the runs in it."""
   if _is_run(folder):
     return [folder]
   try:
     return sorted(filter(_is_run, folder.iterdir()))
-  except OSError:  # not there yet, or gone
+  except OSError:  # missing: not there yet, or deleted
     return []
 
 
@@ -227,7 +227,7 @@ def _flat(value: Any) -> dict[str, Any]:
 
 
 def _told(one: Any) -> dict[str, Any]:
-  """An alert, or a failed check."""
+  """Returns an alert, or a failed check, for the page."""
   about = one if isinstance(one, dict) else {}
   at, left_out = about.get("time_ns"), about.get("left_out")
   return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to the page of runs: the table, curves of several runs, and a run's images and texts."""
+"""Answers the page of runs: the table, curves of several runs, and a run's images and texts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from callgate._watch.model import Key
 from callgate._watch.runs import RunsFollower, WatchedRun
 from callgate._watch.server import Query, RequestError
 
-_MOST_RUNS = 64  # whose curves lie over each other
+_MOST_RUNS = 64  # the most runs in one plot
 
 
 class RunsAnswers:
-  """Answers about the runs that are followed.
+  """Answers about the followed runs.
 
   Args:
-    runs: what is followed.
-    points: that a curve is drawn with, at most.
-    plots: that a page begins with, at most.
+    runs: the follower.
+    points: the most points of a drawn curve.
+    plots: the most plots at the page's start.
   """
 
   def __init__(self, runs: RunsFollower, *, points: int, plots: int) -> None:
@@ -32,16 +32,16 @@ class RunsAnswers:
     return {"runs": self.runs, "curves": self.curves, "media": self.media, "run": self.run}
 
   def runs(self, query: Query) -> dict[str, Any]:
-    """The table: a row for each run, the newest first."""
+    """Returns the table: a row for each run, the newest first."""
     del query
     rows = [run.row() for run in self._runs.runs()]
     return {"folders": self._runs.states(), "runs": rows, "plots": self._plots}
 
   def curves(self, query: Query) -> dict[str, Any]:
-    """A leaf's curves in several runs.
+    """Returns a leaf's curves in several runs.
 
     The query has `leaf`, a label; `run`, once for each run; and `x`, `window`, `from`, `to` and
-    `points`, as a stream's page asks for a leaf; `x` may be a label, too.
+    `points`, as a stream's page sends them for a leaf. `x` may be a label, too.
     """
     label, chosen = _one(query, "leaf"), query.get("run", [])
     if len(chosen) > _MOST_RUNS:
@@ -53,20 +53,20 @@ class RunsAnswers:
       labels = _labels(run)
       x = query.get("x", ["record"])[-1]
       if label not in labels or (x not in ("record", "seconds") and x not in labels):
-        continue  # a run without such a tap
+        continue  # the run has no such tap
       passed = {key: query[key] for key in ("window", "from", "to", "points") if key in query}
       asked = {**passed, "id": [str(labels[label])], "x": [str(labels.get(x, x))]}
       answers = PageAnswers(run.model, list, points=self._points)
       found = answers.leaf(asked)
       own = found["series"]
-      if label.startswith("knob:"):  # each channel's stream has it
+      if label.startswith("knob:"):  # every channel's stream has it
         own = [one for one in own if one["source"] == own[0]["source"]]
       series += [{**one, "run": name} for one in own]
       left_out += found["left_out"]
     return {"x": query.get("x", ["record"])[-1], "left_out": left_out, "series": series}
 
   def media(self, query: Query) -> dict[str, Any]:
-    """An image or a text: that of `run` and `leaf` at the place `at`, the last one for -1."""
+    """Returns an image or a text of `run` and `leaf`, at the index `at`; -1 is the last one."""
     run = self._find(_one(query, "run"))
     label = _one(query, "leaf")
     key = next((key for key in run.model.versions() if key.label == label), None)
@@ -85,7 +85,7 @@ class RunsAnswers:
     return {"places": places, "at": at, **shown}
 
   def run(self, query: Query) -> dict[str, Any]:
-    """The facts that the table has no room for."""
+    """Returns the details for which the table has no room."""
     run = self._find(_one(query, "run"))
     trace = run.about.get("traceback")
     return {"folder": str(run.folder), "traceback": trace if isinstance(trace, str) else ""}

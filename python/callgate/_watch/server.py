@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page's server: HTTP on loopback for those who have the secret of its address.
+"""The live page's server: HTTP on loopback for clients that have the secret of its address.
 
-Loopback keeps other machines out, and no web page: one of somebody else's can have its own name
-resolved to 127.0.0.1. So a request has to name this machine (`Host`), come from the page itself
-where a page sends it (`Origin`), and have the secret as the first part of its path. A request that
-changes something is sent as JSON by POST. The page may load and run what its
-Content-Security-Policy says: the server's own files.
+Loopback excludes other machines, but not web pages: a foreign page can let its own name resolve to
+127.0.0.1. So a request must name this machine (`Host`), come from the page itself if a page sends
+it (`Origin`), and have the secret as the first part of its path. A request that changes something
+must be JSON sent by POST. The page's Content-Security-Policy allows only the server's own files.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from typing import Any
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
 Query = Mapping[str, list[str]]
-_MOST_BYTES = 1 << 16  # of what is sent
-_MOST_REQUESTS = 32  # at once, of those who have the secret
-_MOST_STRANGERS = 32  # connections that have not shown it; one more ends the oldest
-_SECONDS = 10.0  # that a client may be silent
-_HEAD_SECONDS = 10.0  # in which a connection has to show the secret
+_MOST_BYTES = 1 << 16  # the most bytes of a request's body
+_MOST_REQUESTS = 32  # the most simultaneous requests with the secret
+_MOST_STRANGERS = 32  # the most connections without the secret; one more ends the oldest
+_SECONDS = 10.0  # the most seconds that a client may be silent
+_HEAD_SECONDS = 10.0  # seconds in which a connection must show the secret
 _FILES = frozenset({
   "page.css", "runs.css", "page.js", "runs.js", "runs_table.js", "chart.js", "controls.js",
   "common.js"
@@ -52,7 +51,7 @@ _HEADERS = {
 
 
 class RequestError(Exception):
-  """Refuses a request, with an HTTP status and a sentence."""
+  """Refuses a request, with an HTTP status and a message."""
 
   def __init__(self, status: int, message: str) -> None:
     super().__init__(message)
@@ -60,17 +59,19 @@ class RequestError(Exception):
 
 
 class PageServer:
-  """Serves the page, and what it asks for, on threads of its own until it is closed.
+  """Serves the page and its requests, on threads of its own, until it is closed.
 
   Args:
-    gets: what `api/NAME` answers, by name, from the query: a value for JSON.
-    posts: likewise, from the object that was sent. These may change something.
-    port: of 127.0.0.1; any free one for 0.
-    option: what messages call the port's option.
+    gets: functions by name, which answer GET requests of `api/NAME`: from the query to a value for
+      JSON.
+    posts: functions by name, which answer POST requests: from the sent object to a value for JSON.
+      They may change something.
+    port: the port of 127.0.0.1; 0 for any free one.
+    option: the name of the port's option in messages.
     page: the file of the page.
 
   Attributes:
-    url: of the page, with the secret.
+    url: the page's address, with the secret.
   """
 
   def __init__(
@@ -96,14 +97,14 @@ class PageServer:
     self._thread.start()
 
   def close(self) -> None:
-    """Frees the port and ends every connection; called once, where the server was made."""
+    """Frees the port and ends every connection; called once, in the server's own process."""
     self._http.shutdown()
     self._thread.join()
     self._http.server_close()
     self._http.hang_up()
 
   def forget(self) -> None:
-    """In a fork's child: closes its copies of the sockets, which are the parent's."""
+    """In a fork's child: closes its copies of the parent's sockets."""
     self._http.forget()
 
 
@@ -117,7 +118,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
     self.secret, self.gets, self.posts, self.page = secret, gets, posts, page
     self._lock = threading.Lock()
     self._open: set[Any] = set()
-    self._strangers: dict[Any, float] = {}  # since when, the oldest first
+    self._strangers: dict[Any, float] = {}  # by connection: since when; the oldest first
     self._guests: set[Any] = set()
     super().__init__(("127.0.0.1", port), _PageRequest)
 
@@ -140,7 +141,7 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
       self._left(request)
 
   def admit(self, request: Any) -> None:
-    """Gives a connection that has shown the secret a place. Raises RequestError if none is left."""
+    """Gives a place to a connection with the secret. Raises RequestError if none is left."""
     with self._lock:
       if len(self._guests) >= _MOST_REQUESTS:
         raise RequestError(503, f"expected at most {_MOST_REQUESTS} requests at once, got more")
@@ -169,12 +170,12 @@ class _Http(socketserver.ThreadingMixIn, socketserver.TCPServer):
       self._strangers.pop(request, None)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
-    """Says nothing of clients that went away, and what is wrong with the server itself."""
+    """Ignores clients that went away, and reports errors of the server itself."""
     if not isinstance(sys.exception(), OSError):
       super().handle_error(request, client_address)
 
   def hang_up(self) -> None:
-    """Ends the connections that are there."""
+    """Ends all connections."""
     for request in list(self._open):
       with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
@@ -212,9 +213,9 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
 
   # -- who gets an answer ------------------------------------------------------------------------
   def _admitted(self) -> tuple[str, Query]:
-    """The path behind the secret, and the query. Raises RequestError for others."""
+    """Returns the path after the secret, and the query. Raises RequestError without the secret."""
     host, name = self.headers.get("Host", ""), None
-    with contextlib.suppress(ValueError):  # without the port: behind a tunnel that is another one
+    with contextlib.suppress(ValueError):  # without the port, which differs behind a tunnel
       name = urllib.parse.urlsplit(f"//{host}").hostname
     if name not in HOSTS:
       raise RequestError(403, f"expected a request for one of {', '.join(HOSTS)}, got {host!r}")
@@ -243,7 +244,7 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
 
   def _post(self, path: str, query: Query) -> tuple[str, bytes]:
     del query
-    # A page of somebody else's can't send this type without being asked for by the browser first.
+    # A foreign page can't send this type unless the browser asks the server first.
     if self.headers.get_content_type() != "application/json":
       raise RequestError(415, "expected the content type application/json")
     length = self.headers.get("Content-Length", "")
@@ -278,9 +279,9 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
     )
 
   def log_message(self, format: str, *args: Any) -> None:
-    """Nobody reads it."""
+    """Requests aren't logged."""
 
 
 def to_json(value: Any) -> bytes:
-  """As JSON, which has no NaN: callers put None or text for it."""
+  """Returns JSON, which has no NaN: callers replace it by None or text."""
   return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -15,7 +15,7 @@ from typing import Any
 
 from callgate._core import extras, options
 
-_MOST_FUNCTIONS = 64  # that are kept in the store
+_MOST_FUNCTIONS = 64  # the most functions kept in the store
 
 
 class RayExecutor(concurrent.futures.Executor):
@@ -28,14 +28,14 @@ class RayExecutor(concurrent.futures.Executor):
   def __init__(self, library: Any, actors: int, started: bool, each: Mapping[str, Any]) -> None:
     self.actors = self._max_workers = actors
     self._ray, self._started = library, started
-    # Calls of Ray's are made under the first lock. Its own thread takes the second one alone.
+    # Calls of Ray are made under the first lock. Ray's own thread takes only the second one.
     self._submitting, self._lock = threading.Lock(), threading.Lock()
     self._closed = False
     self._functions: collections.OrderedDict[Callable[..., Any], Any] = collections.OrderedDict()
     self._kind = library.remote(**each)(_Runner)
     self._all = [self._kind.remote() for _ in range(actors)]
     self._running = [0] * actors
-    self._ended: set[int] = set()  # by index, until the next call there
+    self._ended: set[int] = set()  # indices of ended actors, until the next call there
     self._open: set[concurrent.futures.Future[Any]] = set()
 
   def submit(
@@ -57,7 +57,7 @@ class RayExecutor(concurrent.futures.Executor):
         ended = index in self._ended
         self._ended.discard(index)
       try:
-        if ended:  # what comes to one that starts waits for it
+        if ended:  # a call to an actor that starts waits for it
           self._all[index] = self._kind.remote()
         actor = self._all[index]
         running = actor.run.remote(self._in_store(fn), args, kwargs).future()
