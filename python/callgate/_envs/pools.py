@@ -24,7 +24,7 @@ class _Vector(Unit):
   def __init__(self, env: Any, width: int) -> None:
     super().__init__(env)
     self.ended = np.zeros(width, bool)
-    # Of the current episodes.
+    # Returns and lengths of the current episodes.
     self.totals, self.lengths = np.zeros(width), np.zeros(width, np.int32)
     # Copies of the last observations, if resets may leave some environments alone.
     self.seen: Any = None

@@ -296,7 +296,7 @@ class Run(Stays):
 
 
 def _end_trackers(error: BaseException | None) -> None:
-  """Ends what the block's trackers write."""
+  """Ends the block's trackers."""
   del error
   _part.tell_all("run ends")
 

@@ -41,7 +41,7 @@ class Tracker(LibrarySink):
     self._step = step
     self._lock = threading.RLock()  # guards the library's objects
     self._opened_in: OpenRun | None = None
-    self._rests = False  # closed, in a run that goes on
+    self._rests = False  # True if closed while its run continues
 
   # -- what subclasses log -----------------------------------------------------------------------
   def _log_config(self, run: OpenRun) -> None: ...
