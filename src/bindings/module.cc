@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The extension module `callgate._callgate`: the FFI targets, what Python sets up and reads, and
-// what comes to the process from outside its programs: Ctrl-C, in Python's terms, and its end.
+// The extension module `callgate._callgate`: the FFI targets, the functions for Python, and events
+// from outside the process's programs: Ctrl-C, in Python's terms, and the process's end.
 //
-// Python runs exit handlers in the reverse of their order: those that were registered before
-// callgate's run after it, and may run programs still. Records of such programs can't be delivered
-// any more, but it is not lost in silence: it is counted, and reported when the C library ends the
-// process. That is after Python's end, so all of that is C++.
+// Python runs exit handlers in the reverse order of their registration. Handlers registered before
+// callgate's run after it, and may still run programs. Records of such programs can't be delivered
+// any more. They are counted, and the loss is reported when the C library ends the process. That
+// happens after Python's end, so all of it is C++.
 #define CALLGATE_IMPORT_NUMPY
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -37,10 +37,10 @@
 namespace callgate::bindings {
 namespace {
 
-// Hooks and dtypes are held for the life of the process.
+// Holds hooks and dtypes for the process's life.
 PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 
-// All of them, by name.
+// Sets all hooks, by name.
 void set_hooks(const nb::kwargs& given) {
   std::size_t known = 0;
 #define X(name) hooks.name = keep(given[#name]), ++known;
@@ -53,9 +53,9 @@ void let_go(PyObject* owner) {
   if (ActiveGil gil; gil) Py_DECREF(owner);
 }
 
-// Has `define(name)` called for a name in a program that the registry has not. It returns the
-// object that has the name then, or None. Not among the hooks, as a program may come before these
-// are set.
+// Sets `define(name)`, which is called for a name in a program that the registry lacks. It returns
+// the object that then has the name, or None. It is not one of the hooks, because a program may run
+// before these are set.
 void set_resolver(nb::handle define) {
   Registry::instance().set_resolver([define = keep(define)](const std::string& name) {
     ActiveGil gil;
@@ -102,19 +102,20 @@ nb::dict targets() {
   return platforms;
 }
 
-// Refuses further calls, waits for those inside, and joins callgate's threads. False when calls
-// were still running after `seconds`; their threads then stop at their next step in Python.
+// Refuses further calls, waits for active ones, and joins callgate's threads. False if calls were
+// still running after `seconds`; their threads then stop at their next step in Python.
 bool shut_down(double seconds) {
-  constexpr std::chrono::seconds kSecond(1);  // for what needs no Python any more
-  bool quiet = without_gil([&] {              // calls inside need it to finish
+  constexpr std::chrono::seconds kSecond(1);  // for steps without Python
+  bool quiet = without_gil([&] {              // active calls need it to finish
     bool busy = Lifecycle::instance().active() != 0;
     bool left = Lifecycle::instance().close(seconds_of(seconds));
     if (left) WorkerPool::instance().stop();
     if (left) WorkerPool::of_copies().stop();
     if (left) left = cuda::Completions::stop_all(kSecond);
     if (left) Watchdog::instance().stop();
-    // A daemon thread that was inside has to get through XLA and JAX, back into Python's own code:
-    // ended in between, for asking a finalizing interpreter for its GIL, it would end the process.
+    // A daemon thread that was inside must get through XLA and JAX, back into Python's own code. If
+    // it ended in between, when it requests the GIL of a finalizing interpreter, it would end the
+    // process.
     if (busy && left) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     return left;
   });
@@ -127,7 +128,7 @@ bool shut_down(double seconds) {
 struct ExitWatch {
   pid_t process = 0;
   std::map<std::string, std::uint64_t> sent_before;  // by channel
-  std::atomic<bool> failed{false};                   // relaxed: one thread sets and reads it
+  std::atomic<bool> failed{false};                   // relaxed: used by one thread
 };
 
 std::map<std::string, std::uint64_t> sent_by_channel() {
@@ -159,31 +160,31 @@ void report_late() noexcept try {
 } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
 }
 
-// At the C library's end of the process.
+// Runs when the C library ends the process.
 void at_process_end(int status, void*) {
   if (getpid() != immortal<ExitWatch>().process)
     return;  // a fork's child, which inherits the handlers
   report_late();
-  // The handlers that follow run in this call's turn, as glibc has it.
+  // The remaining handlers run within this call, as in glibc.
   if (status == 0 && immortal<ExitWatch>().failed.load(std::memory_order_relaxed))
     std::exit(EXIT_FAILURE);
 }
 
 void bind_process(nb::module_& module) {
-  // Held for the life of the process.
+  // Held for the process's life.
   static PyObject *getsignal, *python_handler;
   nb::module_ signals = nb::module_::import_("_signal");
   getsignal = nb::object(signals.attr("getsignal")).release().ptr();
   python_handler = nb::object(signals.attr("default_int_handler")).release().ptr();
-  // True if Python's own handler is there, which raises KeyboardInterrupt as soon as the main
-  // thread is back in Python. In C alone: Python code would meet the interrupt itself, here.
+  // True if Python's own handler is installed, which raises KeyboardInterrupt as soon as the main
+  // thread is back in Python. Only in C, because Python code would receive the interrupt here.
   Interrupts::set_judge([] {
     GilScope gil;
     nb::object handler = call_python(getsignal, "i", SIGINT);
     if (!handler.is_valid()) PyErr_Clear();
     return handler.ptr() == python_handler;
   });
-  // For a sender that waits, which asks many times a second. Earlier ones have been dealt with.
+  // For a waiting sender, which asks many times a second. Earlier interrupts have been handled.
   Channel::set_interrupted([] {
     Interrupts::watch();
     return Interrupts::recent();
@@ -206,10 +207,11 @@ void bind_process(nb::module_& module) {
              [] { immortal<ExitWatch>().failed.store(true, std::memory_order_relaxed); });
 }
 
-// Raises in a process that has a callgate: two would share nanobind's types, XLA's targets and the
-// parts of JAX that one has changed, and end the process. Python drops its modules in tests, say.
+// Raises in a process that already has a callgate. Two would share nanobind's types, XLA's targets
+// and the parts of JAX that the first one has changed, and would end the process. It happens if
+// Python drops its modules, for example in tests.
 void refuse_second_copy() {
-  constexpr const char* kMark = "_callgate_module";  // an attribute of `sys`, which all share
+  constexpr const char* kMark = "_callgate_module";  // an attribute of `sys`, which is shared
   if (PySys_GetObject(kMark) != nullptr)
     throw nb::import_error(
         "callgate is loaded in this process already: it can be imported only once (a second "
@@ -226,7 +228,7 @@ NB_MODULE(_callgate, module) {
   using namespace callgate::bindings;
   refuse_second_copy();
   if (_import_array() < 0) nb::raise_python_error();
-  nb::set_leak_warnings(false);  // programs may outlive the module, and with them their gates
+  nb::set_leak_warnings(false);  // programs, and so gates, may outlive the module
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
@@ -255,7 +257,7 @@ NB_MODULE(_callgate, module) {
   module.def(
       "drain_devices",
       [](double seconds) {
-        // The tasks that wait may need it.
+        // Waiting tasks may need it.
         return without_gil([&] { return cuda::Completions::drain_all(seconds_of(seconds)); });
       },
       nb::arg("seconds"), "Waits for what GPUs' programs have sent; False when time ran out.");

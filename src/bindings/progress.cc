@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The board of progress bars. Programs reach the board through the callee that is registered here
-// for the life of the process; they take the GIL only to wake whoever draws, once for many bars.
+// The board of progress bars. Programs reach it through the callee that is registered here for the
+// process's life. They take the GIL only to wake the drawing thread, once for many bars.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -58,7 +58,7 @@ nb::callable call_of(std::string text, const nb::dict& held) {
 
 void bind_progress(nb::module_& module) {
   static ProgressBoard& board = ProgressBoard::instance();
-  struct Registered {  // for the life of the process, as the board
+  struct Registered {  // for the process's life, as the board
     std::shared_ptr<Callee> callee = std::make_shared<ProgressCallee>(board);
   };
   Registry::instance().add(immortal<Registered>().callee);

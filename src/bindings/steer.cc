@@ -24,8 +24,8 @@ struct StopHandle : Handle<StopCallee> {
   explicit StopHandle(std::string name) : Handle(std::make_shared<StopCallee>(std::move(name))) {}
 };
 
-// Between the two no signal's handler can raise, which would leave a stop that was told of a
-// dispatch that never came.
+// No signal handler can raise between the two steps; it would leave a stop that counts a dispatch
+// that never happened.
 nb::object run_dispatched(const nb::list& stops, const nb::handle& run, const nb::args& args,
                           const nb::kwargs& kwargs) {
   for (nb::handle stop : stops) nb::cast<const StopHandle&>(stop).callee->dispatched();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread that waits for a device's events, and runs what follows them.
+// The thread that waits for a device's events, and runs the tasks behind them.
 #include "cuda/completions.h"
 
 #include <algorithm>
@@ -17,7 +17,8 @@ void Completions::in_turn(Stream stream, std::optional<StreamEvent> event,
   auto turn = std::make_unique<Turn>(*this, Task{std::move(event), std::move(task)});
   auto give = [](void* data) {
     auto* due = static_cast<Turn*>(data);
-    // Refused at the end of the process: left as it is, since what it holds may be the driver's.
+    // Refused at the end of the process: the task is left alone, because its data may belong to the
+    // driver.
     due->completions.later([due] {
       const Task& task = due->task;
       task.run(task.event ? task.event->wait() : Result::kSuccess);
@@ -98,7 +99,7 @@ void Completions::work() {
       std::uint64_t number = done_;
       lock.unlock();
       task.run(wait(task, number, later));
-    }  // what it held dies before it counts as done
+    }  // its captures die before it counts as done
     lock.lock();
     ++done_;
     changed_.notify_all();
@@ -159,7 +160,7 @@ void StreamGate::hold(Stream stream) {
 }
 
 void StreamGate::open() noexcept {
-  word().store(1, std::memory_order_release);  // what was written before goes with it
+  word().store(1, std::memory_order_release);  // publishes the earlier writes
   word().notify_all();
 }
 

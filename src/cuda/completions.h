@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host waits for streams, and streams wait for the host.
+// Waits of the host for streams, and of streams for the host.
 #pragma once
 
 #include <atomic>
@@ -21,19 +21,19 @@
 
 namespace callgate::cuda {
 
-// A device's own. One thread, "cg-cuda-N", started with the first task and joined by stop(); never
-// destroyed, since it may have to be left alone. It waits for the event of each task in the order
-// in which tasks came, so tasks of one stream run in the stream's order, and then runs the task. A
-// task must not throw, nor wait for work that is given to the stream later. Where the stream
-// failed, the task is told so.
+// A device's completion thread, "cg-cuda-N". It starts with the first task, and stop() joins it.
+// The object is never destroyed, because the thread may have to be left running. The thread waits
+// for the tasks' events in the order of the tasks, so tasks of one stream run in the stream's
+// order. It then runs the task, which must not throw, nor wait for later work of the stream. If the
+// stream failed, the task gets the failure.
 //
-// While one thread asks the driver for an event, another that gives a stream work takes five times
-// as long for it. So the thread pauses between two such calls, and one call answers for many tasks:
-// where a later task's event has come, those of the same stream before it have. Events that are
-// waited for by asking (Device::Waiting::kAsking) suit it best.
+// While one thread queries an event, another thread needs five times as long to enqueue work. So
+// the thread pauses between two queries, and one query serves many tasks: if a later task's event
+// has come, so have the earlier ones of the same stream. Events that are waited for by queries
+// (Device::Waiting::kAsking) suit this best.
 //
-// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
-// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
+// Replayed graphs add tasks when the stream reaches them, and not when they are launched. So once a
+// device's calls are in a graph, the streams themselves add all its tasks: `in_turn`.
 class Completions : Immovable {
   struct Task {
     std::optional<StreamEvent> event;
@@ -46,42 +46,42 @@ class Completions : Immovable {
     return of_devices().at(device.index(), [&] { return std::make_unique<Completions>(device); });
   }
 
-  // False when the thread has been stopped: the task did not run and won't.
+  // False if the thread has been stopped; the task didn't run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task) {
     return give({std::move(event), std::move(task)});
   }
 
-  // True if tasks are to come `in_turn`: from the first `order_by_streams` on.
-  // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
+  // True if tasks must come `in_turn`, from the first `order_by_streams` on. Relaxed: set while a
+  // program is recorded, before any replay of it can be enqueued.
   bool ordered_by_streams() const noexcept { return by_streams_.load(std::memory_order_relaxed); }
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
-  // Gives the task when the stream has got so far; it runs when the event has come, too, which may
-  // be another stream's. Throws where the stream takes no host function.
+  // Adds the task when the stream reaches this point. It runs when the event, perhaps another
+  // stream's, has come, too. Throws if the stream accepts no host function.
   void in_turn(Stream stream, std::optional<StreamEvent> event, std::function<void(Result)> task);
 
-  // Behind the tasks that are there. Not a call of the driver's: a host function may make it.
+  // Adds a task behind the existing ones. Makes no driver call, so a host function may use it.
   bool later(std::function<void()> task) {
     return give({std::nullopt, [task = std::move(task)](Result) { task(); }});
   }
 
-  // Keeps something until the event has come, as far as that can be done. For destructors.
+  // Keeps an object until the event has come, if possible. For destructors.
   bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
 
-  // Waits for the tasks given before, unless on the thread itself. False when the time ran out.
+  // Waits for the earlier tasks, unless called on the thread itself. False if the time ran out.
   bool drain(std::chrono::nanoseconds limit);
 
-  // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
-  // ends by itself.
+  // Accepts no more tasks, runs the existing ones and joins the thread. Past the limit it returns
+  // false, and the thread ends by itself.
   bool stop(std::chrono::nanoseconds limit);
 
   bool stopped() const noexcept;
 
   std::int64_t pending() const noexcept;
 
-  // All devices' at once; false when the time did not suffice.
+  // All devices at once; false if the time ran out.
   static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
   static bool stop_all(std::chrono::nanoseconds limit) { return each(&Completions::stop, limit); }
-  // In a fork's child (one thread; the others' locks are held for ever): tasks are dropped.
+  // In a fork's child (with one thread, and locks that may never be released): tasks are dropped.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
@@ -91,14 +91,14 @@ class Completions : Immovable {
 
   void work();
 
-  static constexpr std::size_t kAtOnce = 16;  // tasks that one call of the driver may answer for
-  static constexpr std::chrono::microseconds kApart{100};  // calls of the driver
+  static constexpr std::size_t kAtOnce = 16;               // tasks served by one driver call
+  static constexpr std::chrono::microseconds kApart{100};  // between calls of the driver
 
-  // Has tasks gather, unless many have, or someone waits for them.
+  // Lets tasks gather, unless there are many, or a caller waits for them.
   void pause(std::unique_lock<std::mutex>& lock);
 
-  // A task that waits behind another for the same stream. Tasks stay where they are: only the
-  // thread takes any.
+  // A task that waits behind another of the same stream. Tasks don't move: only the thread removes
+  // them.
   struct Later {
     const StreamEvent* event = nullptr;  // null for none
     std::uint64_t number = 0;
@@ -113,36 +113,37 @@ class Completions : Immovable {
   static inline std::atomic<bool> abandoned_{false};
   Device& device_;
   std::atomic<bool> by_streams_{false};
-  mutable std::mutex mutex_;  // guards all that follows
+  mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   std::uint64_t given_ = 0, done_ = 0;
   std::condition_variable haste_;  // ends a pause
-  int in_haste_ = 0;               // who waits in drain()
+  int in_haste_ = 0;               // callers in drain()
   bool stopping_ = false;
   std::thread thread_;
 
-  // The thread's alone: when it last asked the driver, and up to which task's number it need not.
+  // Only the thread uses these: the time of its last query, and the number up to which tasks need
+  // none.
   std::chrono::steady_clock::time_point asked_;
   Stream reached_stream_ = nullptr;
   std::uint64_t reached_ = 0;
 };
 
-// Holds a stream back until the host says so, without a thread that waits: it waits for a word of
-// pinned memory where the device takes that, else in a host function.
+// Holds a stream back until the host opens the gate, without a waiting thread. The stream waits for
+// a word in pinned memory if the device supports that, otherwise in a host function.
 class StreamGate : Immovable {
  public:
-  StreamGate() { word().store(0, std::memory_order_relaxed); }  // nobody else knows of it yet
+  StreamGate() { word().store(0, std::memory_order_relaxed); }  // not shared yet
 
-  // Work that the stream is given from here on starts after open(). The caller keeps the gate until
-  // then. Throws Error.
+  // Later work of the stream starts after open(). The caller keeps the gate until then. Throws
+  // Error.
   void hold(Stream stream);
 
-  // The work behind sees the host's memory as it is now. Any thread, once.
+  // The work behind the gate sees the host's current memory. Thread-safe, called once.
   void open() noexcept;
 
  private:
-  // As host and device see it: pinned memory has one address for both.
+  // The word for host and device: pinned memory has one address for both.
   std::atomic_ref<std::uint32_t> word() const noexcept {
     return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(word_.data()));
   }

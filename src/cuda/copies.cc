@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies between the host and a device, and how long their memory lives.
+// Copies between the host and a device, and the lifetimes of their memory.
 #include "cuda/copies.h"
 
 #include <utility>
@@ -7,14 +7,14 @@
 namespace callgate::cuda {
 namespace {
 
-// The bytes of arrays one after another, each aligned.
+// The bytes of aligned arrays, one after another.
 std::size_t room_for(std::span<const ArrayView> views, std::size_t alignment) noexcept {
   std::size_t bytes = 0;
   for (const ArrayView& view : views) bytes += round_up(view.nbytes(), alignment);
   return bytes;
 }
 
-// Has them lie so from an address on, and returns the next.
+// Places the arrays so from an address on, and returns the next address.
 void* lay_out(std::span<ArrayView> views, void* at, std::size_t alignment) noexcept {
   for (ArrayView& view : views) {
     view.data = at;
@@ -39,7 +39,7 @@ void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept
   Completions& completions = Completions::of(device);
   bool keeps = given(
       stream, [&] { return completions.keep({device, stream, Device::Waiting::kAsking}, kept); });
-  if (!keeps) driver().stream_synchronize(stream);  // nobody is there who would wait
+  if (!keeps) driver().stream_synchronize(stream);  // no other waits for it
 }
 
 bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
@@ -48,8 +48,8 @@ bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& k
     Device& device;
     std::shared_ptr<void> kept;
   };
-  // The graph lets go on a thread of the driver's, where CUDA must not be called; so the completion
-  // thread destroys it, or nobody: where that has ended, the process does, too.
+  // The graph releases the data on a driver's thread, where CUDA must not be called. So the
+  // completion thread destroys it. If this thread has ended, so has the process.
   auto let_go = [](void* data) {
     auto* owned = static_cast<Owned*>(data);
     try {
@@ -122,7 +122,7 @@ StreamEvent HostCopies::fetch_aside(Stream stream) {
     StreamEvent(*device_, stream).hold_back(side);
   });
   return given(side, [&] {
-    // One copy for all: operands lie in both as they lie in the other.
+    // One copy for all, because operands have the same layout in both memories.
     copy_to_host(memory_.get(), aside_.data(), operand_bytes_, side);
     return StreamEvent(*device_, side, kAsking);
   });
@@ -156,7 +156,7 @@ KeptCopies::~KeptCopies() {
     auto kept = std::make_shared<DeviceBlock>(std::move(memory_));
     Completions& completions = Completions::of(*device_);
     if (completions.stopped()) {
-      // The process ends, and XLA may have destroyed its stream: the memory goes with the
+      // The process is ending, and XLA may have destroyed its stream: the memory ends with the
       // process.
       new std::shared_ptr<DeviceBlock>(std::move(kept));
       return;
@@ -164,7 +164,7 @@ KeptCopies::~KeptCopies() {
     ContextScope current(*device_);
     completions.keep({*device_, stream_, Device::Waiting::kAsking}, kept);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-    // Where it can't wait the device is lost, and nothing more will run on it.
+    // A failed wait means that the device is lost, and runs nothing more.
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of arrays between host and device, and on a device. All are enqueued on streams; nobody
-// waits but where it is said. A copy's memory lives until it has ended: keep_until() sees to it.
-// The device's context is current. All throw Error.
+// Copies of arrays between host and device, and on a device. All are enqueued on streams; only
+// functions that say so wait. A copy's memory lives until the copy has ended, by keep_until(). The
+// device's context is current. All throw Error.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ namespace callgate::cuda {
 
 inline DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
-// A copy of no bytes is nothing.
+// A copy of no bytes does nothing.
 inline void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
   if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
 }
@@ -33,20 +33,20 @@ inline void copy_on_device(DevicePointer to, DevicePointer from, std::size_t byt
   if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
 }
 
-// As core's fill(), poison() and clear().
+// Like fill(), poison() and clear() of the core.
 void fill_on_device(const ArrayView& view, unsigned char byte, Stream stream);
 void poison_on_device(std::span<const ArrayView> views, Stream stream);
 inline void clear_on_device(std::span<const ArrayView> views, Stream stream) {
   for (const ArrayView& view : views) fill_on_device(view, 0, stream);
 }
 
-// Blocks until the stream has done what it has been given so far.
+// Blocks until the stream has finished its current work.
 inline void wait_for(Device& device, Stream stream) {
   check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
 }
 
-// Runs `give`, which gives the stream work. Where it throws, what it gave may still use memory that
-// the caller is about to free: waits for the stream first.
+// Runs `give`, which enqueues work. If it throws, the enqueued work may still use memory that the
+// caller is about to free, so this waits for the stream first.
 template <typename Give>
 auto given(Stream stream, Give&& give) -> decltype(give()) {
   try {
@@ -57,62 +57,63 @@ auto given(Stream stream, Give&& give) -> decltype(give()) {
   }
 }
 
-// Keeps something until the stream is done with what it has been given so far.
+// Keeps an object until the stream has finished its current work.
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept);
 
-// Gives `kept` to the CUDA graph that the stream is captured into, and to its copies. It dies soon
-// after the last of them, on the device's completion thread. False where the driver can't: then it
-// is still the caller's.
+// Transfers `kept` to the CUDA graph into which the stream is captured, and to the graph's copies.
+// It dies soon after the last of them, on the device's completion thread. False if the driver can't
+// do this; then the caller keeps it.
 bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept);
 
 inline constexpr std::size_t kHostAlignment = 64;
-inline constexpr std::size_t kKeptAlignment = 256;  // as XLA expects of its programs' arguments
+inline constexpr std::size_t kKeptAlignment = 256;  // as XLA requires for programs' arguments
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcept {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-// Where a view lies in memory that begins at `first`.
+// The offset of a view in memory that begins at `first`.
 inline std::size_t offset(const ArrayView& view, const char* first) {
   return static_cast<std::size_t>(static_cast<const char*>(view.data) - first);
 }
 
-// A call's device arrays as host arrays, in pinned memory. Readers of the views wait for the stream
-// first. Results are room of the host's that `publish` copies to the device.
+// A call's device arrays as host arrays, in pinned memory. Readers of the views first wait for the
+// stream. Results are host memory that `publish` copies to the device.
 class HostCopies {
  public:
   // Results that share memory with an operand on the device do so here. `for_keeping`: large copies
-  // lie in memory that may be kept, where there is such; see memory().
+  // use memory that may be kept, if available; see memory().
   HostCopies(Device& device, std::span<const ArrayView> operands,
              std::span<const ArrayView> results, bool for_keeping = false);
 
   // Enqueues the copies of the operands to the host.
   void fetch(Stream stream);
 
-  // The same, and the event of their end. Where it throws, none is under way.
+  // The same, with the event of their end. If it throws, no copy is in flight.
   StreamEvent fetch_with_event(Stream stream, Device::Waiting how);
 
-  // The same by a stream of ours, for large arrays: `stream` goes on after a copy on the device.
+  // The same on callgate's own stream, for large arrays: `stream` continues after a copy on the
+  // device.
   StreamEvent fetch_aside(Stream stream);
 
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
   std::span<ArrayView> results() noexcept { return results_.all(); }
   std::size_t operand_bytes() const noexcept { return operand_bytes_; }
-  // The holder of the operands' memory, for whoever wants to keep it; null where nobody may.
+  // The owner of the operands' memory, for callers that keep it; null if it can't be kept.
   std::shared_ptr<void> memory() const noexcept { return may_be_kept_ ? memory_ : nullptr; }
 
   // Enqueues the copies of the results to the device.
   void publish(Stream stream);
 
  private:
-  // The operand that has the memory of a result on the device; null for none.
+  // The operand that shares a result's device memory; null for none.
   const ArrayView* shared_with(const ArrayView& result) const;
 
   Device* device_;
   OwnedViews operands_, results_;
   std::vector<DevicePointer> sources_, targets_;  // of each
   std::size_t operand_bytes_ = 0;
-  // False where there is none.
+  // False if there is no memory.
   template <typename Memory>
   bool keep_in(std::size_t bytes) {
     auto block = std::make_shared<Memory>(bytes);
@@ -120,16 +121,16 @@ class HostCopies {
     return block->data() != nullptr;
   }
 
-  static constexpr std::size_t kLeastKept = std::size_t{1} << 20;  // less is soon copied
+  static constexpr std::size_t kLeastKept = std::size_t{1} << 20;  // smaller copies are fast
 
   std::shared_ptr<char> memory_;
   bool may_be_kept_ = false;
   DeviceBlock aside_;
 };
 
-// Copies of a program's arrays that stay on the device, for whoever wants to keep them. The memory
-// goes back to its pool when the last owner has let go, on any thread, and what XLA's
-// stream had been given until then is over: a consumer's programs may still read it.
+// Copies of a program's arrays that stay on the device, for callers that keep them. The memory
+// returns to its pool when the last owner has released it, on any thread, and XLA's stream has
+// finished the work enqueued until then: a consumer's programs may still read it.
 class KeptCopies final : public DeviceMemory, Immovable {
  public:
   KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays);
@@ -138,7 +139,7 @@ class KeptCopies final : public DeviceMemory, Immovable {
 
   Device& device() const noexcept { return *device_; }
   Stream stream() const noexcept { return stream_; }
-  // The copies: views of device memory, which live as long as this does.
+  // The copies: views of device memory, which live as long as this object.
   std::span<const ArrayView> arrays() const noexcept { return arrays_.all(); }
 
  private:
@@ -148,25 +149,25 @@ class KeptCopies final : public DeviceMemory, Immovable {
   DeviceBlock memory_;
 };
 
-// Arrays on their way to a device ahead of the program that will ask for them: copied from pinned
-// memory by a stream of the device's own, beside those of programs. A program's stream then waits
-// for that and copies on the device, into memory of its own. Any context may be current.
+// Arrays on their way to a device, ahead of the program that will request them. A stream of the
+// device's own copies them from pinned memory, in parallel to programs. A program's stream then
+// waits for this and copies on the device, into its own memory. Any context may be current.
 class Upload : Immovable {
  public:
-  // Room for arrays of these types; their data is not looked at.
+  // Room for arrays of these types; their data is not read.
   Upload(Device& device, std::span<const ArrayView> types);
 
-  // The copy to the device may still be under way: nobody may have asked for it.
+  // The copy to the device may still be in flight, if no program has requested it.
   ~Upload();
 
   Device& device() const noexcept { return *device_; }
-  // To be written before start().
+  // Written before start().
   std::span<const ArrayView> host() const noexcept { return host_.all(); }
 
-  // Enqueues the copy to the device. Once.
+  // Enqueues the copy to the device. Called once.
   void start();
 
-  // Has a program's stream copy the arrays to `targets` on the device; `self` lives until then.
+  // Makes a program's stream copy the arrays to `targets` on the device; `self` lives until then.
   static void give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
                    Stream stream);
 

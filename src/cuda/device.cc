@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Devices by number, their events, and waiting for these.
+// Devices by number, their events, and waits for them.
 #include "cuda/device.h"
 
 #include <chrono>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it.
-// Making an event costs more than recording it, so events are kept.
+// A GPU as callgate uses it: its primary context, which XLA uses, too, and the objects in it.
+// Events are kept, because creating one costs more than recording it.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,12 @@
 
 namespace callgate::cuda {
 
-struct DriverError : Error {  // what check() throws
+struct DriverError : Error {  // thrown by check()
   using Error::Error;
 };
 
-// Calls a function of the driver's for its first argument, a result. Throws as check() does.
+// Calls the driver's function that writes to its first argument, and returns the value. Throws like
+// check().
 template <typename T, typename... Arguments>
 T ask(Result (*function)(T*, Arguments...), const char* symbol,
       std::type_identity_t<Arguments>... arguments) {
@@ -35,7 +36,8 @@ T ask(Result (*function)(T*, Arguments...), const char* symbol,
   return value;
 }
 
-// Runs `body`, which makes a call of the callee of that name; what check() throws there says so.
+// Runs `body`, which makes a call of the callee of that name. Adds the name to the exceptions of
+// check().
 template <typename Body>
 void named(const std::string& name, Body&& body) {
   try {
@@ -47,10 +49,10 @@ void named(const std::string& name, Body&& body) {
   }
 }
 
-// Devices of a process; those beyond can't be used.
+// The maximum number of devices of a process.
 inline constexpr std::size_t kMostDevices = 64;
 
-// An object for each device, made when it is first asked for; then it is found without a lock.
+// An object per device, created at the first request and later found without a lock.
 template <typename T>
 class PerDevice : Immovable {
  public:
@@ -58,7 +60,7 @@ class PerDevice : Immovable {
     for (T* each : all()) delete each;  // NOLINT: made below
   }
 
-  // `make` gives a std::unique_ptr, and may throw.
+  // `make` returns a std::unique_ptr, and may throw.
   template <typename Make>
   T& at(std::size_t ordinal, Make&& make) {
     std::atomic<T*>& slot = slots_[ordinal];
@@ -67,11 +69,11 @@ class PerDevice : Immovable {
     std::lock_guard lock(making_);
     if (T* known = slot.load(std::memory_order_acquire)) return *known;  // likewise
     std::unique_ptr<T> made = make();
-    slot.store(made.get(), std::memory_order_release);  // who finds it finds it complete
+    slot.store(made.get(), std::memory_order_release);  // readers find it complete
     return *made.release();                             // NOLINT: the slot's now
   }
 
-  // Pointers to those that are there.
+  // Pointers to the existing objects.
   auto all() noexcept {
     auto load = [](const auto& slot) { return slot.load(std::memory_order_acquire); };  // see at()
     auto known = [](T* object) { return object != nullptr; };
@@ -83,13 +85,14 @@ class PerDevice : Immovable {
   std::array<std::atomic<T*>, kMostDevices> slots_{};
 };
 
-// Never destroyed: programs may end last. But for its id and what it keeps, all is fixed.
+// Never destroyed, because programs may end last. All members are constant except its id and its
+// stored objects.
 class Device {
  public:
-  // Pointers to those in use.
+  // Pointers to the devices in use.
   static auto in_use() noexcept { return table().all(); }
 
-  // All throw Error where there is no such device, or no driver.
+  // All throw Error if there is no such device, or no driver.
   static Device& of(Stream stream) {
     Context context = nullptr;
     check(driver().stream_context(stream, &context), "cuStreamGetCtx");
@@ -112,7 +115,7 @@ class Device {
 
   static int count() { return ask(driver().device_count, "cuDeviceGetCount"); }
 
-  // Without taking the device into use.
+  // Doesn't take the device into use.
   static int capability_of(int ordinal);
 
   int ordinal() const noexcept { return ordinal_; }
@@ -125,12 +128,12 @@ class Device {
   int capability() const noexcept { return capability_; }  // 90 for 9.0
   int multiprocessors() const noexcept { return multiprocessors_; }
 
-  // The stream of our own that copies in one direction take beside the programs'. Throws Error.
+  // callgate's own stream for copies in one direction, in parallel to programs. Throws Error.
   enum class Direction : std::uint8_t { kToHost, kToDevice };
   Stream side_stream(Direction direction);
 
-  // How the host learns that an event has come: asleep, until the device interrupts it, or by
-  // asking now and then. An interrupt takes the system longer than a small copy takes the device.
+  // The way in which the host waits for an event: asleep, until the device interrupts it, or by
+  // repeated queries. An interrupt takes the system longer than a small copy takes the device.
   enum class Waiting : std::uint8_t { kAsleep, kAsking };
 
   // Throws Error.
@@ -151,17 +154,17 @@ class Device {
   }
 
   int ordinal_;
-  std::atomic<std::int64_t> id_;  // relaxed: a number that stands for itself
+  std::atomic<std::int64_t> id_;  // relaxed: a number on its own
   Context context_;
   std::string name_;
   int capability_;
   int multiprocessors_ = 0;
-  std::mutex mutex_;                          // guards what follows
-  std::array<std::vector<Event>, 2> events_;  // by how they are waited for
+  std::mutex mutex_;                          // guards the members below
+  std::array<std::vector<Event>, 2> events_;  // by the way of waiting
   std::array<Stream, 2> side_streams_{};
 };
 
-// Makes a device's context the calling thread's, and puts back what was there.
+// Makes a device's context current on this thread, and restores the previous one.
 class ContextScope : Immovable {
  public:
   explicit ContextScope(const Device& device)
@@ -179,14 +182,14 @@ class ContextScope : Immovable {
   bool changed_;
 };
 
-// True if work on the stream is being recorded into a graph rather than run.
+// True if the stream is being captured into a graph.
 inline bool capturing(Stream stream) {
   CaptureStatus status = CaptureStatus::kNone;
   check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   return status == CaptureStatus::kActive;
 }
 
-// Lets the thread allocate and wait although some stream of it is being captured.
+// Lets the thread allocate and wait while one of its streams is being captured.
 class RelaxedCapture : Immovable {
  public:
   RelaxedCapture() {
@@ -198,7 +201,7 @@ class RelaxedCapture : Immovable {
   CaptureMode mode_ = CaptureMode::kRelaxed;
 };
 
-// A point in a stream. Its event goes back to the device when it dies.
+// A point in a stream. Its event returns to the device on destruction.
 class StreamEvent {
  public:
   using Waiting = Device::Waiting;
@@ -211,24 +214,25 @@ class StreamEvent {
   StreamEvent(StreamEvent&& other) noexcept;
   StreamEvent& operator=(StreamEvent&&) = delete;
 
-  // Blocks the thread, which needs no context. Success, or what the stream failed with. Unless the
-  // device is lost, the stream has come so far even where the driver's answer was another error:
-  // the memory that its work uses may be freed.
+  // Blocks the thread, which needs no context. Returns success, or the stream's failure. Unless the
+  // device is lost, the stream has reached the point even if the driver returned another error, so
+  // the memory of its work may be freed.
   Result wait() const noexcept;
-  // The same where the point is near: to put the thread to sleep would take longer than the work.
+  // The same for a near point, for which putting the thread to sleep would take longer than the
+  // work.
   Result wait_near() const noexcept;
-  // Success when the stream has come so far, kNotReady, or what it failed with.
+  // Success if the stream has reached the point, kNotReady, or the stream's failure.
   Result query() const noexcept { return driver().event_query(event_); }
   bool reached() const noexcept { return query() == Result::kSuccess; }
   Stream stream() const noexcept { return stream_; }
-  // Work that `stream` is given from here on starts after it.
+  // Later work of `stream` starts after the point.
   void hold_back(Stream stream) const {
     check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
   }
 
  private:
   Result wait_asking() const noexcept;
-  // The result of a wait, once the stream has come so far.
+  // The result of a wait, once the stream has reached the point.
   Result settled(Result result) const noexcept {
     if (result != Result::kSuccess) driver().event_synchronize(event_);
     return result;

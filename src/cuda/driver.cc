@@ -74,7 +74,7 @@ Driver load_driver(const std::string& path) {
 }
 
 const Driver* loaded_driver() noexcept {
-  return loaded.load(std::memory_order_acquire);  // the table was complete before
+  return loaded.load(std::memory_order_acquire);  // the table was completed before
 }
 
 const Driver& driver() {

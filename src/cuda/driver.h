@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's driver library, loaded with dlopen when it is first asked for, and the part of its
-// interface that callgate uses.
+// CUDA's driver library, loaded with dlopen at the first request, and the part of its interface
+// that callgate uses.
 //
-// A wheel serves machines with and without a GPU: where the library, a function of it or a device
-// is missing, `driver()` throws an Error that says which, every time it is asked. The environment
-// variable CALLGATE_CUDA_DRIVER names another library than libcuda.so.1; tests use it.
+// A wheel serves machines with and without a GPU. If the library, one of its functions, or a device
+// is missing, each call of `driver()` throws an Error with the reason. The environment variable
+// CALLGATE_CUDA_DRIVER names a library to use instead of libcuda.so.1; tests use it.
 //
-// Neither building nor loading callgate needs CUDA: the numbers and layouts are those of its stable
-// ABI (driver 11.4 and later; what is newer says so). Names follow the driver's, without its
+// Neither building nor loading callgate needs CUDA: numbers and layouts are those of CUDA's stable
+// ABI (driver 11.4 and later; newer parts are marked). Names follow the driver's, without its
 // prefix.
 #pragma once
 
@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <string>
 
-// X(member, symbol, arguments): every one returns a Result.
+// X(member, symbol, arguments): each returns a Result.
 #define CALLGATE_CUDA_FUNCTIONS(X)                                                                \
   X(init, "cuInit", (unsigned flags))                                                             \
   X(driver_version, "cuDriverGetVersion", (int* version))                                         \
@@ -79,7 +79,7 @@
 
 namespace callgate::cuda {
 
-// Opaque to us; the driver's own.
+// Opaque types of the driver.
 using Context = struct ContextHandle*;
 using Stream = struct StreamHandle*;
 using Event = struct EventHandle*;
@@ -159,24 +159,25 @@ struct Driver {
   int version = 0;  // 1000 * major + 10 * minor
 };
 
-// The table of the library at `path`, initialised. Throws Error as driver() does.
+// The table of the library at `path`, initialized. Throws Error like driver().
 Driver load_driver(const std::string& path);
 
-// The driver, initialised. Throws Error where there is none, it is too old or has no device.
+// The initialized driver. Throws Error if there is none, it is too old or has no device.
 const Driver& driver();
 
-// The same, or null where it was not asked for yet or could not be had.
+// The same, or null before its first use or if it isn't available.
 const Driver* loaded_driver() noexcept;
 
 std::string error_text(Result result);  // "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
-std::string version_text(int version);  // "12.8", of a version as drivers number it
+std::string version_text(int version);  // "12.8", for a version number of the driver
 
-// Opens a library for good: its threads may run. Throws an Error at `where` that names `what`.
+// Opens a library for good, because it may have running threads. Throws an Error at `where` with
+// `what`.
 void* open_library(const char* where, const std::string& path, const std::string& what);
-// Adds its name to `missing` where the library lacks the function, which then is null.
+// Adds the symbol to `missing` if the library lacks the function, which is then null.
 void* look_up(void* library, const char* symbol, std::string& missing);
 
-// Throws DriverError (device.h) unless the call of `what` succeeded: "cuMemAlloc_v2:
+// Throws DriverError (device.h) unless the call `what` succeeded: "cuMemAlloc_v2:
 // CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
 void check(Result result, const char* what);
 

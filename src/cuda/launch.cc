@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch plans, and the texts of launches that failed.
+// Launch plans, and the texts of failed launches.
 #include "cuda/launch.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ std::array<unsigned, 3> extent(const Attributes& held, std::string_view name) {
   return {number<unsigned>(values[0]), number<unsigned>(values[1]), number<unsigned>(values[2])};
 }
 
-// Three numbers each: where it is written, of what, and of which.
+// Three numbers per address: its position, the kind of its target, and the target's index.
 std::vector<Address> addresses_of(std::span<const std::int64_t> values, std::size_t bytes) {
   std::vector<Address> found;
   if (values.size() % 3 != 0) refuse("three numbers an address", std::to_string(values.size()));
@@ -81,11 +81,11 @@ LaunchPlan LaunchPlan::of(const Attributes& held) {
   const Attributes& launches = held.dictionary("launches");
   for (const std::string& place : launches.places())
     plan.launches.push_back(launch_of(launches.dictionary(place)));
-  // The call's arrays, as the plan's addresses name them.
+  // The call's arrays, as the plan's addresses refer to them.
   std::size_t scratch = 0;
   auto at_least = [](std::size_t& most, std::size_t index) { most = std::max(most, index + 1); };
   for (std::uint32_t index : plan.zeroed) at_least(plan.results, index);
-  std::array most{&plan.operands, &plan.results, &scratch};  // as Address::Of counts
+  std::array most{&plan.operands, &plan.results, &scratch};  // in the order of Address::Of
   for (const Launch& each : plan.launches)
     for (const Address& address : each.addresses)
       at_least(*most[static_cast<std::size_t>(address.of)], address.index);

@@ -37,9 +37,9 @@ struct Launch {
   std::string entry;
   std::array<unsigned, 3> grid{}, block{};
   unsigned shared_bytes = 0;
-  std::array<unsigned, 3> cluster{};  // 0s for none
+  std::array<unsigned, 3> cluster{};  // zeros for none
   std::vector<std::byte> bytes;       // of all parameters, each aligned
-  std::vector<std::uint32_t> starts;  // where each parameter begins
+  std::vector<std::uint32_t> starts;  // the start of each parameter
   std::vector<Address> addresses;
 
   bool empty() const noexcept { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
@@ -48,13 +48,13 @@ struct Launch {
   std::string text() const;
 };
 
-// The launches of one call, decoded once from the attributes that programs hold
-// (python/callgate/_kernel/launch.py writes it); immutable.
+// The launches of one call, decoded once from the program's attributes
+// (python/callgate/_kernel/launch.py writes them); immutable.
 struct LaunchPlan {
   std::vector<Launch> launches;
-  std::vector<std::size_t> scratch;   // bytes of each block
+  std::vector<std::size_t> scratch;   // the bytes of each block
   std::vector<std::uint32_t> zeroed;  // results
-  // How many of each a call must have at least.
+  // The minimum number of each that a call must have.
   std::size_t operands = 0, results = 0;
   // Throws Error for attributes of another form.
   static LaunchPlan of(const Attributes& held);
@@ -82,19 +82,20 @@ class LaunchCallee final : public KernelCalleeBase,
   ModuleSet modules_;
 };
 
-// A call site. run() patches addresses into a copy of the parameters on the stack and launches: no
-// lock, no allocation, no Python, unless the call fails or has lanes.
+// A call site. run() writes addresses into a copy of the parameters on the stack and launches:
+// without locks, allocation or Python, unless the call fails or has lanes.
 class LaunchSite : Immovable {
  public:
   LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec)
       : callee_(std::move(callee)), spec_(std::move(spec)) {}
 
   // Enqueues the launches of every lane on the device's stream. `scratch`: the memory of each block
-  // of scratch(), which the lanes share, since they run one after another. The device's context is
-  // current. Any thread. Throws Error where the call fails.
+  // of scratch(), shared by the lanes, which run one after another. The device's context is
+  // current. Thread-safe. Throws Error if the call fails.
   void run(const Call& call, Device& device, std::span<const DevicePointer> scratch) try {
     const LaunchPlan& plan = spec_.plan;
-    // A program that was made by hand, or damaged: a launch would get an address that is not there.
+    // Protects against handmade or damaged programs, with which a launch would get an invalid
+    // address.
     if (call.operands.size() < plan.operands || call.results.size() < plan.results) [[unlikely]]
       throw Error(
           "the program's call",
@@ -184,7 +185,7 @@ class LaunchSite : Immovable {
     return cuda.launch_ex(&config, function, parameters.data(), nullptr);
   }
 
-  // A likely cause, by the driver's attributes of the function; "" for none known.
+  // A likely cause, from the function's attributes in the driver; "" if unknown.
   static std::string hint(Result result, const Launch& launch, Function function);
 
   std::shared_ptr<LaunchCallee> callee_;

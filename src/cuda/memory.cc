@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of a device's memory by size class, kept for the next who asks.
+// Blocks of a device's memory by size class, kept for reuse.
 #include "cuda/memory.h"
 
 #include <algorithm>
@@ -26,14 +26,14 @@ DevicePointer Pool::take(std::size_t bytes, std::size_t most) {
   }
   lock.unlock();
   Result result = make(block, bytes);
-  if (result == Result::kOutOfMemory) {  // what others have kept may be of another size
+  if (result == Result::kOutOfMemory) {  // kept blocks may have another size
     device_ != nullptr ? trim() : trim_memory();
     result = make(block, bytes);
   }
   if (result == Result::kSuccess) return block;
   lock.lock();
   in_use_ -= bytes;
-  if (own_ && result != Result::kOutOfMemory) return 0;  // the driver's memory may do
+  if (own_ && result != Result::kOutOfMemory) return 0;  // the driver's memory may work
   check(result, device_ != nullptr ? "cuMemAlloc_v2"
                 : own_             ? "cuMemHostRegister_v2"
                                    : "cuMemHostAlloc");
@@ -41,7 +41,7 @@ DevicePointer Pool::take(std::size_t bytes, std::size_t most) {
 }
 
 void Pool::give_back(DevicePointer block, std::size_t bytes) noexcept {
-  // Relaxed: set while no other thread is there.
+  // Relaxed: set while no other thread exists.
   if (abandoned_.load(std::memory_order_relaxed)) return;
   try {
     std::lock_guard lock(mutex_);
@@ -84,7 +84,7 @@ Result Pool::make_own(DevicePointer& block, std::size_t bytes) {
   void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return Result::kOutOfMemory;
 #ifdef MADV_HUGEPAGE
-  madvise(made, bytes, MADV_HUGEPAGE);  // to pin and to read; may fail
+  madvise(made, bytes, MADV_HUGEPAGE);  // for pinning and reading; may fail
 #endif
   Result result = driver().mem_host_register(made, bytes, kHostAllocPortable);
   if (result != Result::kSuccess) munmap(made, bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for copies: pinned memory takes the driver a millisecond a megabyte to make, a device's a
-// synchronisation to free. So both are kept, by size class, up to a budget: what copies on their
-// way may take at once.
+// Memory for copies. Pinned memory takes the driver a millisecond per megabyte to create; a
+// device's takes a synchronization to free. So both are kept, by size class, up to a budget: the
+// maximum of copies in flight.
 #pragma once
 
 #include <sys/mman.h>
@@ -20,23 +20,23 @@
 
 namespace callgate::cuda {
 
-// Frees the blocks that nobody uses.
+// Frees the unused blocks.
 void trim_memory() noexcept;
 
-inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // of all devices' taps
-// The bytes of a pool: small blocks beside leave room for all large ones, of which none is made
-// again each time.
+inline constexpr std::size_t kMostOnTheWay = std::size_t{512} << 20;  // for all devices' taps
+// The bytes of a pool, with room for all large blocks beside small ones, so that no large block is
+// created again each time.
 inline constexpr std::size_t kMostKept = kMostOnTheWay + kMostOnTheWay / 4;
 
-// Blocks of one kind that nobody uses: of a device's memory, or of pinned memory of the host, which
-// all devices can use. Any thread, with any context or none.
+// Unused blocks of one kind: of a device's memory, or of pinned host memory, which all devices can
+// use. Thread-safe, with any context or none.
 //
-// Pinned memory is the driver's, or the process's own, which the driver has registered. A fork's
-// child shares the driver's with its parent, so nobody may keep that; of the process's own it has a
+// Pinned memory is the driver's, or the process's own memory, registered with the driver. A fork's
+// child shares the driver's with its parent, so it can't be kept; of the process's own it has a
 // copy.
 class Pool : Immovable {
  public:
-  // Null for the host's, which is the process's `own`, or the driver's.
+  // Null for the host's, which is the process's `own` or the driver's.
   explicit Pool(const Device* device = nullptr, bool own = false) : device_(device), own_(own) {}
   static Pool& of_host() { return immortal<Pool>(); }
   static Pool& of_own();
@@ -45,8 +45,8 @@ class Pool : Immovable {
     return of_devices().at(device.index(), [&] { return std::make_unique<Pool>(&device); });
   }
 
-  // A block of a size class. Throws Error where there is none. 0 where more than `most` would be in
-  // use, and where the driver registers no memory of the process's own.
+  // A block of a size class. Throws Error if there is no memory. Returns 0 if more than `most`
+  // would be in use, or if the driver can't register the process's own memory.
   DevicePointer take(std::size_t bytes, std::size_t most);
 
   void give_back(DevicePointer block, std::size_t bytes) noexcept;
@@ -60,12 +60,12 @@ class Pool : Immovable {
     std::size_t bytes = 0;
   };
 
-  // Frees what it has.
+  // Frees its blocks.
   void trim() noexcept;
 
   std::size_t in_use() noexcept;
 
-  // In a fork's child, where the driver can't be called and a mutex may be held for ever.
+  // In a fork's child, which can't call the driver, and where a mutex may never be released.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
@@ -74,7 +74,7 @@ class Pool : Immovable {
   static Result make_own(DevicePointer& block, std::size_t bytes);
   static void free_own(void* block, std::size_t bytes);
 
-  // In a device's context, since the thread may have none; not where the driver is gone.
+  // In a device's context, because the thread may have none; does nothing if the driver is gone.
   void free(std::span<const DevicePointer> blocks, std::size_t bytes) const noexcept;
 
   static inline std::atomic<bool> abandoned_{false};
@@ -85,14 +85,14 @@ class Pool : Immovable {
   std::size_t kept_ = 0, in_use_ = 0;
 };
 
-// A block of a pool, to which it goes back on any thread.
+// A block of a pool, to which it returns on any thread.
 class Block {
  public:
   std::size_t size() const noexcept { return block_.get_deleter().bytes; }
 
  protected:
   Block() = default;
-  // None where there would be more than `most` of the pool's in use.
+  // Has no memory if more than `most` of the pool's would be in use.
   Block(Pool& pool, std::size_t bytes, std::size_t most = std::numeric_limits<std::size_t>::max())
       : block_(reinterpret_cast<void*>(pool.take(size_class(bytes), most)),
                Pool::GiveBack{&pool, size_class(bytes)}) {}
@@ -109,14 +109,14 @@ class Block {
 class PinnedBlock : public Block {
  public:
   PinnedBlock() = default;
-  // At least `bytes`, aligned to 64. Throws Error where there is none.
+  // At least `bytes`, aligned to 64. Throws Error if there is no memory.
   explicit PinnedBlock(std::size_t bytes) : Block(Pool::of_host(), bytes) {}
   char* data() const noexcept { return reinterpret_cast<char*>(address()); }
 };
 
-// Pinned memory of the process's own: whoever reads what was copied there may keep it, for as long
-// as it likes. So there may be none, and never is much: data() is null then, and a PinnedBlock will
-// do. Throws Error where the system has none.
+// Pinned memory of the process's own: a reader of the copied data may keep it for any time. Its
+// amount is limited; beyond, data() is null, and a PinnedBlock is the alternative. Throws Error if
+// the system has no memory.
 class KeepableBlock : public Block {
  public:
   explicit KeepableBlock(std::size_t bytes) : Block(Pool::of_own(), bytes, most()) {}
@@ -126,7 +126,7 @@ class KeepableBlock : public Block {
   static std::size_t most();
 };
 
-// Device memory for copies that wait for their way to the host.
+// Device memory for copies that wait for their transfer to the host.
 class DeviceBlock : public Block {
  public:
   DeviceBlock() = default;
@@ -134,7 +134,7 @@ class DeviceBlock : public Block {
   DevicePointer data() const noexcept { return address(); }
 };
 
-// Bytes of each kind that blocks in use have; for tests and stats.
+// The bytes of each kind in use, for tests and statistics.
 struct MemoryInUse {
   std::size_t pinned = 0, device = 0;
 };

@@ -16,7 +16,8 @@ ModuleSet::~ModuleSet() {
   const Driver* cuda = loaded_driver();
   if (cuda == nullptr) return;
   for (const std::unique_ptr<Loaded>& each : loaded_) {
-    // At the process's end the driver may be gone: it then refuses, and has freed them itself.
+    // At the process's end the driver may be gone: it then refuses, and has freed the modules
+    // itself.
     Context before = nullptr;
     if (cuda->context_current(&before) != Result::kSuccess) return;
     if (cuda->context_set_current(each->device->context()) != Result::kSuccess) return;

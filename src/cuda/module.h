@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Images of CUDA kernels, and the modules that devices load them as.
+// Images of CUDA kernels, and the modules that devices load from them.
 #pragma once
 
 #include <memory>
@@ -21,38 +21,38 @@ struct Image {
   int capability = 0;  // 90 for 9.0; 0 for PTX
 };
 
-// The needs of a launch beside the grid.
+// The requirements of a launch besides the grid.
 struct FunctionNeeds {
   unsigned shared_bytes = 0;  // of dynamic shared memory
   bool wide_cluster = false;  // more than 8 blocks
 };
 
-// The images of one variant of a kernel. Each device that calls it loads one, when it first does,
-// under a lock; the modules are unloaded when the set dies, if the driver still lives. Any thread.
+// The images of one variant of a kernel. Each device loads one at its first call, under a lock. The
+// modules are unloaded when the set dies, if the driver still exists. Thread-safe.
 class ModuleSet : Immovable {
  public:
-  // `name`: the kernel, for messages.
+  // `name` is the kernel's, for messages.
   ModuleSet(std::string name, std::vector<Image> images)
       : name_(std::move(name)), images_(std::move(images)) {}
 
   ~ModuleSet();
 
-  // A function of the device's module, allowed to have what a launch needs. Throws Error where no
-  // image fits the device, or the driver refuses it. The device's context is current.
-  // Loading may come while a stream is captured into a graph: it is no part of that.
+  // A function of the device's module, with the resources that a launch needs. Throws Error if no
+  // image fits the device, or the driver refuses it. The device's context is current. Loading while
+  // a stream is captured into a graph isn't captured.
   Function function(const Device& device, const std::string& entry, const FunctionNeeds& needs);
 
   // The image for a device of this capability: machine code of the same major version, the newest
-  // that the device runs; else PTX. Throws Error where there is none.
+  // that the device runs; otherwise PTX. Throws Error if there is none.
   const Image& choose(const Device& device) const;
 
  private:
-  static constexpr unsigned kSharedByDefault = 48 * 1024;  // what any function may have
+  static constexpr unsigned kSharedByDefault = 48 * 1024;  // available to each function
 
   struct Loaded {
     const Device* device = nullptr;
     Module module = nullptr;
-    std::unordered_map<std::string, unsigned> shared_bytes;  // that functions are allowed to have
+    std::unordered_map<std::string, unsigned> shared_bytes;  // per function, as allowed
   };
 
   Loaded& loaded(const Device& device);

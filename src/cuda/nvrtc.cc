@@ -49,7 +49,7 @@ Nvrtc::Compiled Nvrtc::compile(const Source& source) const {
   compiled.log = bytes_of(program, nvrtc.log_size, nvrtc.log);
   if (auto end = compiled.log.find('\0'); end != std::string::npos) compiled.log.resize(end);
   if (result == kCompilationFailed) return compiled;
-  if (result != 0 && !compiled.log.empty()) {  // an option that it does not know, say
+  if (result != 0 && !compiled.log.empty()) {  // such as for an unknown option
     compiled.log = std::string(nvrtc.error_string(result)) + "\n" + compiled.log;
     return compiled;
   }

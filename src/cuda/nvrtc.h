@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's run-time compiler, loaded with dlopen: CUDA C++ to machine code or PTX. Needs neither a
-// driver nor a device. Compilations on several threads are fine. The part of NVRTC's interface used
-// here is stable since CUDA 11.2.
+// CUDA's run-time compiler, loaded with dlopen: from CUDA C++ to machine code or PTX. It needs
+// neither a driver nor a device. Several threads may compile at once. The used part of NVRTC's
+// interface is stable since CUDA 11.2.
 #pragma once
 
 #include <dlfcn.h>
@@ -15,7 +15,7 @@
 #include "core/lifetime.h"
 #include "cuda/driver.h"
 
-// X(result, member, symbol, arguments): those with an int give 0 for success.
+// X(result, member, symbol, arguments): functions that return an int return 0 for success.
 #define CALLGATE_NVRTC_FUNCTIONS(X)                                                            \
   X(int, version, "nvrtcVersion", (int* major, int* minor))                                    \
   X(int, architecture_count, "nvrtcGetNumSupportedArchs", (int* count))                        \
@@ -39,7 +39,8 @@ namespace callgate::cuda {
 
 class Nvrtc : Immovable {
  public:
-  // A library by its path, or as the loader names it. Stays loaded. Throws Error without one.
+  // A library by its path, or by a name for the loader. Stays loaded. Throws Error if it is
+  // missing.
   static const Nvrtc& open(const std::string& path);
 
   // The newest of CUDA's usual names that the loader finds; "" for none.
@@ -47,22 +48,22 @@ class Nvrtc : Immovable {
 
   struct Source {
     std::string text;
-    std::string name;                                          // as messages call it
+    std::string name;                                          // for messages
     std::vector<std::string> options;                          // "--gpu-architecture=sm_90", …
     std::vector<std::pair<std::string, std::string>> headers;  // their names and texts
-    std::vector<std::string> expressions;  // kernels, as C++ names them: "scale<float, 4>"
+    std::vector<std::string> expressions;  // kernels, by their C++ names: "scale<float, 4>"
   };
   struct Compiled {
     bool ok = false;
-    std::string code;                // machine code for "sm_", PTX for "compute_"; "" if it failed
+    std::string code;  // machine code for "sm_", PTX for "compute_"; "" after a failure
     std::vector<std::string> names;  // of each expression, in the code
     std::string log;                 // errors and warnings
   };
-  // A source that the compiler refuses is no Error; what else fails is.
+  // A refused source is no Error; any other failure throws.
   Compiled compile(const Source& source) const;
 
   int version() const noexcept { return version_; }  // 1000 * major + 10 * minor
-  // Compute capabilities that it compiles for, in order.
+  // The compute capabilities that it compiles for, in order.
   const std::vector<int>& architectures() const noexcept { return architectures_; }
 
  private:
@@ -79,7 +80,7 @@ class Nvrtc : Immovable {
 
   void expect(int result, const char* what) const;
 
-  // Text or code of which NVRTC first tells the size.
+  // Text or code whose size NVRTC returns first.
   template <typename Size, typename Get>
   static std::string bytes_of(Program program, Size size_of, Get get) {
     std::size_t size = 0;

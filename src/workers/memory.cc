@@ -22,7 +22,7 @@ SharedMemory::SharedMemory(std::size_t bytes) {
 void SharedMemory::grow(std::size_t bytes) {
   if (bytes <= bytes_) return;
   bytes = (bytes + kPage - 1) / kPage * kPage;
-  // Not left to the first write, where there being no memory would end the process.
+  // Allocated here and not at the first write, where missing memory would end the process.
 #ifdef __linux__
   if (int error = posix_fallocate(file_.get(), 0, static_cast<off_t>(bytes)); error != 0) {
     errno = error;
@@ -36,7 +36,7 @@ void SharedMemory::map(std::size_t bytes) {
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
   if (mapped == MAP_FAILED) throw system_error("memory of a worker process");
 #ifdef __linux__
-  if (bytes >= kHuge) (void)madvise(mapped, bytes, MADV_HUGEPAGE);  // where the system has it so
+  if (bytes >= kHuge) (void)madvise(mapped, bytes, MADV_HUGEPAGE);  // if the system supports it
 #endif
   if (data_ != nullptr) munmap(data_, bytes_);
   data_ = static_cast<std::byte*>(mapped);

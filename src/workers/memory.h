@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that processes share.
 //
-// The memory has no name (memfd_create): it is passed on as a descriptor, and gone with the last
-// process that has it. Linux alone; elsewhere whoever makes one gets an Error.
+// The memory has no name (memfd_create): it is passed on as a descriptor, and ends with its last
+// process. Only on Linux; elsewhere its creation throws an Error.
 #pragma once
 
 #include <fcntl.h>
@@ -20,12 +20,12 @@
 
 namespace callgate {
 
-// The error of a system call that failed.
+// The error of a failed system call.
 inline Error system_error(const std::string& what) {
   return {ErrorCode::kResourceExhausted, what + ": " + std::strerror(errno)};
 }
 
-// A descriptor of this process's own.
+// A descriptor that this process owns.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -46,9 +46,9 @@ class Descriptor {
 
 class SharedMemory : Immovable {
  public:
-  // New memory, of zeros. Throws Error where the system gives none.
+  // New memory, zeroed. Throws Error if the system has none.
   explicit SharedMemory(std::size_t bytes);
-  // That of another process, by its descriptor, which it takes over.
+  // Another process's memory, by its descriptor, which this takes over.
   SharedMemory(int file, std::size_t bytes) : file_(file) { map(bytes); }
   ~SharedMemory() {
     if (data_ != nullptr) munmap(data_, bytes_);
@@ -58,9 +58,9 @@ class SharedMemory : Immovable {
   std::size_t size() const noexcept { return bytes_; }
   int file() const noexcept { return file_.get(); }
 
-  // Has at least so many bytes from here on. Their contents stay; the address may change.
+  // Grows to at least this size. The content stays; the address may change.
   void grow(std::size_t bytes);
-  // The same where another process has grown it to so many bytes.
+  // The same after another process has grown it to this size.
   void follow(std::size_t bytes) {
     if (bytes > bytes_) map(bytes);
   }

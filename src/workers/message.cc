@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See the header; the form of what is written stands in protocol.h.
+// Writes and reads messages in the form of protocol.h.
 #include "workers/message.h"
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 
 namespace callgate {
 
-// Where the operands of each lane of a piece lie, and where they go. Data that several lanes share
-// is written once.
+// The source and destination of each lane's operands in a piece. Data that several lanes share is
+// written once.
 struct LaneArrays::Sources {
   struct Copy {
     const void* from;
     std::uint64_t to;
     std::size_t bytes;
   };
-  std::vector<std::uint64_t> places;  // of each lane, those of all operands
+  std::vector<std::uint64_t> places;  // per lane, of all operands
   std::vector<Copy> copies;
 
   Sources(const LaneArrays& arrays, const Piece& piece, Layout& layout) {
@@ -49,7 +49,7 @@ struct LaneArrays::Sources {
     }
   }
 
-  // Neighbours that stay neighbours are one copy.
+  // Adjacent copies are merged.
   void add(const Copy& copy) {
     if (copy.bytes == 0) return;
     if (!copies.empty()) {
@@ -146,7 +146,8 @@ void LaneArrays::ask(Worker& worker, const Piece& piece,
     worker.known.insert(news[i]->id);
   }
   for (const Sources::Copy& copy : sources.copies) put(copy.to, copy.from, copy.bytes);
-  // A result in the memory of an operand begins as that, for who writes into it in place.
+  // A result that shares an operand's memory begins with its content, for functions that write in
+  // place.
   for (std::size_t i = 0; i < results; ++i) {
     const ArrayView& view = call_.results[i];
     const bool in_place =

@@ -25,7 +25,7 @@ Worker::Worker(std::size_t place)
     : index(static_cast<int>(place)),
       number([] {
         static std::atomic<std::uint64_t> last{0};
-        return last.fetch_add(1, std::memory_order_relaxed) + 1;  // a number, no order
+        return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only a number, no order
       }()),
       memory(1 << 16) {}
 
@@ -118,8 +118,8 @@ void Pool::want(Claim& claim, int index) {
   bool to_start = false;
   {
     std::lock_guard lock(mutex_);
-    if (const WorkerFailure* why = hopeless(index)) {  // once more, for this call
-      // Such a worker would come up, and end again: this call says so, and the next one tries.
+    if (const WorkerFailure* why = hopeless(index)) {  // again, for this call
+      // Such a worker would start and end again. This call reports it, and the next one retries.
       if (why->kind == Kind::kRestarts) claim.refused = *why;
       to_start = true;
       for (std::size_t i = 0; i < failed_.size(); ++i)
@@ -179,7 +179,7 @@ std::string Pool::give_up(const WorkerPointer& worker) {
 
 void Pool::interrupt(const WorkerPointer& worker) {
   std::lock_guard lock(mutex_);
-  // Relaxed: the signal comes after it.
+  // Relaxed: the signal follows.
   control_of(worker->memory).interrupted.store(worker->asked, std::memory_order_relaxed);
   worker->to_interrupt = true;
   wake();
@@ -240,7 +240,7 @@ void Pool::grant() {
 }
 
 WorkerPointer Pool::take_idle(int index) {
-  // The one used last may still be awake.
+  // The most recently used worker may still be awake.
   auto found = std::find_if(idle_.rbegin(), idle_.rend(), [&](const WorkerPointer& worker) {
     return index == kAny || worker->index == index;
   });
@@ -273,7 +273,7 @@ void Pool::stop(Worker& worker) {
   control_of(worker.memory).requests.add();
 }
 
-// Not at once: with the next request it costs nothing.
+// Not at once, because it is free with the next request.
 void Pool::forget_soon() noexcept {
   constexpr auto kWhile = std::chrono::milliseconds(20);
   if (to_forget_ || closing_) return;
@@ -281,7 +281,7 @@ void Pool::forget_soon() noexcept {
   wake();
 }
 
-// After a worker's end: whether those of its index end again and again, with nothing to do.
+// Called after a worker's end: true if the workers of its index end repeatedly without work.
 bool Pool::gives_up(Worker& worker) {
   constexpr int kMostEnds = 5;
   int& ends = idle_ends_[static_cast<std::size_t>(worker.index)];
@@ -297,7 +297,7 @@ void Pool::shut_down(std::chrono::nanoseconds patience) noexcept {
   {
     std::unique_lock lock(mutex_);
     closing_ = true;
-    grant();  // what waits is refused
+    grant();  // refuses the waiting calls
     for (const WorkerPointer& worker : std::exchange(idle_, {})) stop(*worker);
     for (const WorkerPointer& worker : workers_)
       if (worker && worker->state == State::kStarting) worker->doomed = true;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Worker processes: started, given to calls, watched, replaced and ended.
+// Worker processes: their start, assignment to calls, supervision, replacement and end.
 //
-// One thread of the pool's own starts the processes, forwards what they say on stderr, and notices
-// their ends. Calls come on any thread: each wants workers, which it gets in turn with the others,
-// lane by lane (workers/spread.h). Nothing here knows what a worker runs. No lock is held while
-// anybody waits for a worker.
+// The pool's own thread starts the processes, forwards their stderr, and detects their ends. Calls
+// come on any thread. Each requests workers and gets them in turn with the others, lane by lane
+// (workers/spread.h). This file doesn't depend on the workers' code. No lock is held while a thread
+// waits for a worker.
 #pragma once
 
 #include <sys/types.h>
@@ -30,18 +30,18 @@
 
 namespace callgate {
 
-// Why a call of a pool's failed, apart from what is an Error of its own.
+// The reason why a pool's call failed, for failures that aren't a plain Error.
 struct WorkerFailure : Error {
   enum class Kind : std::uint8_t {
-    kRaised,       // by the function: `raised` is what the worker made of it
-    kUndefined,    // likewise, by a definition
-    kNotStarted,   // a worker never came up: it raised, or ended
-    kEnded,        // the worker ended within the call
-    kOverdue,      // it took longer than its timeout, and was ended
+    kRaised,       // by the function: `raised` is the worker's exception
+    kUndefined,    // the same, by a definition
+    kNotStarted,   // a worker never started: it raised, or ended
+    kEnded,        // the worker ended during the call
+    kOverdue,      // exceeded its timeout, and was killed
     kInterrupted,  // by Ctrl-C
-    kClosed,       // the pool is, or this is a fork's child
-    kGone,         // the worker has ended that had what the call needs
-    kRestarts,     // workers ended again and again, with nothing to do
+    kClosed,       // the pool is closed, or this is a fork's child
+    kGone,         // the worker with the call's objects has ended
+    kRestarts,     // workers ended repeatedly without work
   };
   WorkerFailure(Kind of, const std::string& text)
       : Error(Error::verbatim(ErrorCode::kInternal, text)), kind(of) {}
@@ -51,13 +51,13 @@ struct WorkerFailure : Error {
   pid_t pid = -1;
   std::int64_t lane = 0;
   Ended how;
-  std::string raised, said;  // the latter: the end of its stderr
+  std::string raised, said;  // `said` is the end of its stderr
 };
 
 struct PoolOptions {
   std::vector<std::string> command;      // descriptors and numbers are appended
-  std::vector<std::string> environment;  // all of it, each "NAME=value"
-  std::string start;                     // what Served::start() gets
+  std::vector<std::string> environment;  // complete, each "NAME=value"
+  std::string start;                     // the text for Served::start()
   std::size_t workers = 1;
 };
 
@@ -68,30 +68,30 @@ struct Worker : Immovable {
   explicit Worker(std::size_t place);
 
   const int index;
-  const std::uint64_t number;               // among all of the process, from 1
-  SharedMemory memory;                      // whoever has taken it may write there
-  std::uint32_t asked = 0;                  // requests so far, its own
-  std::unordered_set<std::uint64_t> known;  // definitions that it has; whoever has taken it
+  const std::uint64_t number;               // unique in this process, from 1
+  SharedMemory memory;                      // its current owner may write there
+  std::uint32_t asked = 0;                  // its number of requests so far
+  std::unordered_set<std::uint64_t> known;  // the definitions that it has; used by its owner
 
-  // For the pool's thread alone.
+  // Only the pool's thread uses these.
   std::unique_ptr<ChildProcess> process;
   Descriptor socket;
-  std::optional<std::chrono::steady_clock::time_point> asked_where;  // it stands, before its end
+  std::optional<std::chrono::steady_clock::time_point> asked_where;  // for its stacks
 
   // Under the pool's lock.
   State state = State::kStarting;
   EventCount* owner = nullptr;           // of the call that has taken it
-  bool doomed = false;                   // it is to end, and that is no failure
-  bool to_interrupt = false;             // what it runs
-  std::vector<std::uint64_t> forgotten;  // definitions and objects that it need not keep
+  bool doomed = false;                   // it must end, which is no failure
+  bool to_interrupt = false;             // its running function
+  std::vector<std::uint64_t> forgotten;  // definitions and objects to drop
   std::optional<WorkerFailure> end;
 };
 using WorkerPointer = std::shared_ptr<Worker>;
 
-// The workers of one call, under the pool's lock but for the event count.
+// The workers of one call, under the pool's lock except the event count.
 struct Claim : Immovable {
   std::uint32_t number = 0;      // of its event count in the pool's memory
-  EventCount* events = nullptr;  // adds up replies, grants, and ends of workers
+  EventCount* events = nullptr;  // counts replies, grants, and ends of workers
   std::size_t waiting = 0;       // places in the queue
   std::vector<WorkerPointer> granted;
   std::optional<WorkerFailure> refused;
@@ -101,8 +101,8 @@ class Pool : Immovable {
  public:
   static constexpr int kAny = -1;
 
-  // Starts the workers, without waiting for them. Throws Error. In a fork's child it is never
-  // destroyed: thread and processes are the parent's.
+  // Starts the workers without waiting for them. Throws Error. In a fork's child it is never
+  // destroyed, because thread and processes belong to the parent.
   static std::shared_ptr<Pool> make(PoolOptions options);
   ~Pool();
 
@@ -110,36 +110,36 @@ class Pool : Immovable {
   std::vector<pid_t> pids() const;
   std::uint64_t replaced() const;
 
-  // Throws WorkerFailure where the pool is closed, or is another process's.
+  // Throws WorkerFailure if the pool is closed, or belongs to another process.
   void open(Claim& claim);
-  void close(Claim& claim) noexcept;  // gives back what was granted
-  // One more worker, of this index or any, will be granted.
+  void close(Claim& claim) noexcept;  // returns granted workers
+  // Requests one more worker, of this index or any.
   void want(Claim& claim, int index);
-  // The workers granted since; throws WorkerFailure where none can be.
+  // The workers granted since the last call; throws WorkerFailure if none can be.
   std::vector<WorkerPointer> granted(Claim& claim);
   void give_back(const WorkerPointer& worker) noexcept;
   // True if other calls wait for workers.
   bool contended() const;
-  // The end of a worker that this call has, if it has ended.
+  // The end of one of this call's workers, if it has ended.
   std::optional<WorkerFailure> end_of(const WorkerPointer& worker) const;
-  // Ends a worker that a call has taken and does not wait for any more. Returns its output since.
+  // Kills a worker that a call has taken and no longer waits for. Returns its output since.
   std::string give_up(const WorkerPointer& worker);
-  // Has the function raise KeyboardInterrupt that such a worker runs, if it runs Python's own code.
+  // Raises KeyboardInterrupt in the worker's function, if it runs Python code.
   void interrupt(const WorkerPointer& worker);
 
-  // Workers need not keep it any more: all of them, or the one of this number. They hear of it with
-  // their next request, or soon if there is none.
+  // Lets workers drop a definition or object: all workers, or the one of this number. They learn of
+  // it with their next request, or soon if there is none.
   void forget(std::uint64_t what, std::uint64_t worker = 0) noexcept;
-  // Forgotten definitions that a worker has not been told of yet.
+  // Dropped definitions that a worker doesn't know of yet.
   std::vector<std::uint64_t> forgotten(Worker& worker);
 
-  // The index of the worker of this number, or kAny where it has ended.
+  // The index of the worker of this number, or kAny if it has ended.
   int index_of(std::uint64_t worker) const;
-  // How it has ended, kGone; with little known where that is long ago.
+  // The worker's end, as kGone; with few details if it was long ago.
   WorkerFailure gone(std::uint64_t worker) const;
 
-  // Asks the workers to end, waits for a while, and then ends them. Calls that run fail. Any
-  // thread; in a fork's child it does nothing.
+  // Asks the workers to end, waits for a while, and then kills them. Running calls fail.
+  // Thread-safe; does nothing in a fork's child.
   void shut_down(std::chrono::nanoseconds patience) noexcept;
   bool closed() const;
 
@@ -181,15 +181,15 @@ class Pool : Immovable {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;                   // a worker has ended
-  std::vector<WorkerPointer> workers_;                // by index; null while one is to be started
-  std::vector<std::optional<WorkerFailure>> failed_;  // why it does not come up
+  std::vector<WorkerPointer> workers_;                // by index; null before a start
+  std::vector<std::optional<WorkerFailure>> failed_;  // the reason why it doesn't start
   std::deque<Place> queue_;
   std::vector<std::uint32_t> free_calls_;
-  std::vector<WorkerPointer> idle_;  // the one used last comes last
+  std::vector<WorkerPointer> idle_;  // the most recently used one is last
   std::uint64_t replaced_ = 0;
-  std::vector<int> idle_ends_;                                // by index, since the last call there
-  std::deque<std::pair<std::uint64_t, WorkerFailure>> gone_;  // workers, the last ones
-  // When idle workers are to hear what they need not keep.
+  std::vector<int> idle_ends_;                                // by index, since its last call
+  std::deque<std::pair<std::uint64_t, WorkerFailure>> gone_;  // the most recently ended workers
+  // The time to tell idle workers what to drop.
   std::optional<std::chrono::steady_clock::time_point> to_forget_;
   bool closing_ = false;
   std::mutex joining_;

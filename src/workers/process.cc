@@ -24,7 +24,7 @@
 namespace callgate {
 namespace {
 
-constexpr std::size_t kSaid = 4096;  // bytes of stderr that are kept
+constexpr std::size_t kSaid = 4096;  // bytes of stderr to keep
 
 std::vector<char*> pointers(const std::vector<std::string>& texts) {
   std::vector<char*> made;
@@ -51,8 +51,8 @@ struct SpawnActions : Immovable {
   posix_spawn_file_actions_t actions;
 };
 
-// Ctrl-C is the parent's to deal with: a terminal sends it to both. It is held back until the
-// worker ignores it.
+// The parent handles Ctrl-C, which a terminal sends to both. It is blocked until the worker ignores
+// it.
 struct SpawnAttributes : Immovable {
   SpawnAttributes() {
     posix_spawnattr_init(&attributes);
@@ -76,7 +76,7 @@ ChildProcess::ChildProcess(const std::vector<std::string>& command,
   SpawnActions actions;
   SpawnAttributes attributes;
   posix_spawn_file_actions_adddup2(&actions.actions, write.get(), STDERR_FILENO);
-  // Onto itself: that the child keeps it.
+  // Onto itself, so the child keeps it.
   for (int number : passed) posix_spawn_file_actions_adddup2(&actions.actions, number, number);
   errno = posix_spawn(&pid_, command.front().c_str(), &actions.actions, &attributes.attributes,
                       pointers(command).data(), pointers(environment).data());
@@ -105,7 +105,7 @@ std::optional<Ended> ChildProcess::poll() {
   if (found == pid_) {
     how_ = WIFSIGNALED(status) ? Ended{0, WTERMSIG(status)} : Ended{WEXITSTATUS(status), 0};
   } else if (found < 0 && errno == ECHILD) {
-    how_ = Ended{-1, 0};  // somebody else has waited for it
+    how_ = Ended{-1, 0};  // another caller has waited for it
   }
   return how_;
 }
@@ -119,7 +119,7 @@ void ChildProcess::read_said() {
   while (said_.open()) {
     ssize_t count = read(said_.get(), buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return;  // nothing more for now
+    if (count < 0) return;  // no more for now
     if (count == 0) return said_.reset();
     const auto bytes = static_cast<std::size_t>(count);
     (void)!write(STDERR_FILENO, buffer.data(), bytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A process of ours: started by spawn, never by fork alone; its end, and what it says on stderr.
+// A child process, started by spawn, never by fork alone; its end, and its stderr.
 #pragma once
 
 #include <sys/types.h>
@@ -12,32 +12,31 @@
 
 namespace callgate {
 
-// How a process has ended: with an exit code, or by a signal.
+// The end of a process: an exit code, or a signal.
 struct Ended {
   int code = 0;
-  int signal = 0;  // 0: by itself
+  int signal = 0;  // 0 for a normal exit
 };
 
 class ChildProcess : Immovable {
  public:
-  // Starts `command`, of which the first is a path, in the environment of "NAME=value". It has the
-  // descriptors `passed`, under the same numbers, and no others of ours. Throws Error.
+  // Starts `command`, whose first element is a path, in the environment of "NAME=value". The child
+  // has the descriptors `passed`, under the same numbers, and no others of this process. Throws
+  // Error.
   ChildProcess(const std::vector<std::string>& command, const std::vector<std::string>& environment,
                const std::vector<int>& passed);
-  ~ChildProcess();  // ends it, if it has not ended
+  ~ChildProcess();  // kills it, if it is running
 
   pid_t pid() const noexcept { return pid_; }
   int ended_descriptor() const noexcept {
     return ended_.get();
-  }  // readable when it has; -1: unknown
-  int said_descriptor() const noexcept {
-    return said_.get();
-  }  // its stderr; -1 when that is closed
+  }  // readable after its end; -1 if unknown
+  int said_descriptor() const noexcept { return said_.get(); }  // its stderr; -1 if closed
 
-  // How it has ended, if it has; for one thread at a time.
+  // Its end, if it has ended; for one thread at a time.
   std::optional<Ended> poll();
   void kill(int signal) noexcept;
-  // Passes on to our stderr what is there, and keeps the end of it.
+  // Forwards the available output to stderr, and keeps its end.
   void read_said();
   const std::string& said() const noexcept { return text_; }
 

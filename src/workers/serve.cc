@@ -24,9 +24,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Ends the process at once when its parent has ended: nobody waits for it any more. The other end
-// of the socket is the parent's alone, and is closed with it; where a fork's child of the parent
-// holds on to that end, the parent's number tells.
+// Ends the process at once when its parent has ended, because no one waits for it any more. The
+// parent closes the other end of the socket with its own end. If a fork's child of the parent keeps
+// that end open, the changed parent's number shows it.
 void end_with_parent(int socket, pid_t parent) {
   name_thread("callgate-parent");
   for (;;) {
@@ -38,7 +38,7 @@ void end_with_parent(int socket, pid_t parent) {
   }
 }
 
-// Not one of the program's: no signal is handled on it.
+// Not one of the program's threads: it handles no signal.
 void start_watching(int socket, pid_t parent) {
   sigset_t all, before;
   sigfillset(&all);
@@ -63,7 +63,7 @@ class Server {
 
   bool interrupted() const noexcept {
     WorkerControl& control = control_of(memory_);
-    // Relaxed: the signal came after it, and the answer orders nothing.
+    // Relaxed: the signal comes later, and the answer orders nothing.
     if (control.interrupted.load(std::memory_order_relaxed) != seen_) return false;
     control.unwinding.store(seen_, std::memory_order_relaxed);
     return true;
@@ -84,7 +84,7 @@ class Server {
         fail(raised.raised);
       }
       control_of(memory_).reply = reply_;
-      // Release: who sees it sees the reply and the results.
+      // Release: a reader of it sees the reply and the results.
       control_of(memory_).answered.store(seen_, std::memory_order_release);
       if (kind != RequestKind::kRun) {
         (void)send(socket_.get(), "R", 1, MSG_NOSIGNAL);
@@ -95,12 +95,12 @@ class Server {
   }
 
  private:
-  // Waits for the next request: awake for a moment, as one often follows the other, but not where
-  // it keeps the core from who makes it.
+  // Waits for the next request. It spins for a moment, because requests often follow each other,
+  // but not on the sender's core.
   void next() {
     WorkerControl& control = control_of(memory_);
     EventCount& requests = control.requests;
-    // While the caller copies a megabyte out, and the next one in.
+    // The time in which the caller copies a megabyte out, and the next one in.
     constexpr auto kAwake = std::chrono::microseconds(100);
     if (asked_on_ != current_core()) requests.watch(seen_, kAwake);
     while (requests.now() == seen_) requests.wait(seen_, std::chrono::seconds(60));
@@ -164,7 +164,7 @@ class Server {
     }
   }
 
-  // Behind the request, which nobody needs any more: from where messages begin.
+  // Behind the unneeded request, from the start of messages.
   void fail(const std::string& raised) {
     constexpr std::size_t kPlace = kMessages + sizeof(Request);
     memory_.grow(kPlace + raised.size());
@@ -177,7 +177,7 @@ class Server {
   Descriptor socket_;
   Served& served_;
   std::uint32_t seen_ = 0;
-  std::int32_t asked_on_ = -1;  // the last request's
+  std::int32_t asked_on_ = -1;  // of the last request
   Reply reply_;
   std::vector<ArrayView> views_;
 };

@@ -20,16 +20,16 @@ using Clock = std::chrono::steady_clock;
 using Kind = WorkerFailure::Kind;
 using std::chrono::nanoseconds;
 
-// The time of a piece, in nanoseconds. To hand one out takes a twentieth of the least; after
-// the most others get their turn.
+// The target time of a piece, in nanoseconds. Assigning one takes a twentieth of the minimum; after
+// the maximum, others get their turn.
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(60);
-constexpr std::int64_t kSoon = 50'000;  // nanoseconds, that a piece takes which it stays awake for
-constexpr auto kNap = std::chrono::milliseconds(100);  // after which it looks for Ctrl-C
-// At Ctrl-C a running call has this long to end; then so long to hear that it is interrupted,
-// and if it does, to end by that.
+constexpr std::int64_t kSoon = 50'000;                 // nanoseconds: it spins for shorter pieces
+constexpr auto kNap = std::chrono::milliseconds(100);  // between checks for Ctrl-C
+// After Ctrl-C a running call has this long to end; then as long to notice its interrupt, and after
+// that, the second time to end.
 constexpr auto kGrace = std::chrono::seconds(1), kUnwinding = std::chrono::seconds(5);
 
 class Spread : Immovable {
@@ -70,13 +70,13 @@ class Spread : Immovable {
     WorkerPointer worker;
     Piece piece;
   };
-  // Lanes that any worker may run, or those of one.
+  // Lanes for any worker, or for a single one.
   struct Queue {
     int index = Pool::kAny;
     std::deque<Piece> pieces;
-    std::uint64_t worker = 0;  // that alone may; 0 for any of the index
-    std::int64_t lanes = 0;    // in them
-    std::size_t workers = 0;   // that run them, or are asked for
+    std::uint64_t worker = 0;  // the only one; 0 for any of the index
+    std::int64_t lanes = 0;    // in the queue
+    std::size_t workers = 0;   // running or requested
   };
 
   void plan() {
@@ -93,7 +93,7 @@ class Spread : Immovable {
     }
   }
 
-  // Neighbouring lanes of one worker are a piece.
+  // Adjacent lanes of one worker form a piece.
   void plan_placed() {
     const std::span<const std::uint64_t> placed = options_.placed;
     for (std::size_t lane = 0; lane < placed.size();) {
@@ -129,7 +129,7 @@ class Spread : Immovable {
   void collect() {
     for (std::size_t i = 0; i < flights_.size();) {
       const WorkerControl& control = control_of(flights_[i].worker->memory);
-      // Acquire: the reply and the results are there.
+      // Acquire: the reply and the results are visible.
       const bool answered =
           control.answered.load(std::memory_order_acquire) == flights_[i].worker->asked;
       std::optional<WorkerFailure> end;
@@ -159,7 +159,7 @@ class Spread : Immovable {
     } else {
       raised(flight, reply.kind == ReplyKind::kUndefined);
     }
-    // Others come first, where they wait.
+    // Waiting calls come first.
     if (queue_of(flight.worker).lanes > 0 && !pool_.contended())
       spare_.push_back(flight.worker);
     else
@@ -192,7 +192,7 @@ class Spread : Immovable {
     fail(std::move(why));
   }
 
-  // The failure of the first lane is what a loop would have met.
+  // Keeps the failure of the first lane, which a loop would have met.
   void fail(WorkerFailure why) {
     if (!failure_ || why.lane < failure_->lane) failure_ = std::move(why);
     drop_rest();
@@ -205,8 +205,8 @@ class Spread : Immovable {
   }
 
   void lost(const Flight& flight, WorkerFailure why) {
-    // A worker that ended before it ran any of the lanes did so for reasons of its own: another one
-    // does no harm, whatever the function does. All idle ones may have ended, before that is known.
+    // A worker that ended before it ran any of the lanes did so for its own reasons, so another try
+    // is safe for any function. All idle workers may have ended before this is detected.
     const int others = static_cast<int>(std::min<std::size_t>(pool_.workers(), kMostEnded));
     const int retries = runs(flight) ? options_.retries : std::max(options_.retries, others);
     Piece piece = flight.piece;
@@ -225,7 +225,7 @@ class Spread : Immovable {
 
   // --- Requests
 
-  // As many as could run something now.
+  // As many as could run lanes now.
   void ask_for_workers() {
     for (Queue& queue : queues_) {
       if (!is_due(queue)) continue;
@@ -236,7 +236,7 @@ class Spread : Immovable {
     }
   }
 
-  // True if its turn has come, where lanes of several workers run in their order.
+  // True if its turn has come, if lanes of several workers run in order.
   bool is_due(const Queue& queue) const {
     if (options_.placed.empty() || !options_.in_order || queue.pieces.empty()) return true;
     return flights_.empty() && queue.pieces.front().first == next_;
@@ -278,8 +278,8 @@ class Spread : Immovable {
     return piece;
   }
 
-  // A part of what is left, so that all end at once; but as many lanes as are worth a message, and
-  // one where it is not known how long they take.
+  // A part of the remaining lanes, so that all workers end at once; but enough lanes to justify a
+  // message, and one if their duration is unknown.
   std::int64_t piece_size(const Queue& queue) const {
     const auto workers = static_cast<std::int64_t>(pool_.workers());
     auto part = [&](std::int64_t parts) { return (queue.lanes + parts - 1) / parts; };
@@ -306,7 +306,7 @@ class Spread : Immovable {
     if (is_interrupted()) end_interrupted();
   }
 
-  // True if it is worth to stay awake: not for long pieces, nor on a core that a worker needs.
+  // True if spinning is useful: not for long pieces, nor on a core that a worker needs.
   bool answers_soon() const noexcept {
     const std::int64_t lane = lane_time_.load(std::memory_order_relaxed);  // see LaneTime
     const std::int32_t here = current_core();
@@ -320,7 +320,7 @@ class Spread : Immovable {
     return soon;
   }
 
-  // Loading what runs has a limit of its own.
+  // Loading the code to run has its own limit.
   std::optional<Clock::time_point> deadline() {
     if (options_.timeout.count() == 0) return std::nullopt;
     look_for_begin();
@@ -340,7 +340,7 @@ class Spread : Immovable {
   }
 
   void end_overdue() {
-    if (flights_.empty()) return;  // it waits for workers, which others have
+    if (flights_.empty()) return;  // it waits for workers of other calls
     WorkerFailure why(Kind::kOverdue, begin_ ? "" : ": it had not loaded the function yet");
     why.worker = flights_.front().worker->index;
     why.lane = flights_.front().piece.first;
@@ -359,7 +359,7 @@ class Spread : Immovable {
 
   static WorkerFailure interruption() { return {Kind::kInterrupted, "Ctrl-C ended the program"}; }
 
-  // Python's own code ends when it is interrupted, and with it its worker need not.
+  // Interrupted Python code ends without the end of its worker.
   void end_interrupted() {
     drop_rest();
     if (!interrupted_) interrupted_ = Clock::now();
@@ -383,13 +383,13 @@ class Spread : Immovable {
   std::optional<Clock::time_point> asked_, begin_, interrupted_;
   bool workers_interrupted_ = false;
   bool by_index_ = false;  // there is a queue for each worker
-  std::int64_t next_ = 0;  // lane, where they run in order
+  std::int64_t next_ = 0;  // lane, if they run in order
 
   Claim claim_;
   std::int64_t left_ = 0;  // lanes without results
   std::vector<Queue> queues_;
   std::vector<Flight> flights_;
-  std::vector<WorkerPointer> spare_;  // granted, with nothing to do yet
+  std::vector<WorkerPointer> spare_;  // granted, without work yet
   std::optional<WorkerFailure> failure_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pool's own thread: starts workers, hears what they say, and notices their ends.
+// A pool's own thread: starts workers, reads their output, and detects their ends.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -23,7 +23,7 @@ using Kind = WorkerFailure::Kind;
 using State = Worker::State;
 using Clock = std::chrono::steady_clock;
 
-// How long a worker that is given up may take to say where it stands.
+// The time that a killed worker has to print its stacks.
 constexpr auto kLastWords = std::chrono::milliseconds(150);
 
 std::pair<Descriptor, Descriptor> make_sockets() {
@@ -108,8 +108,8 @@ WorkerPointer Pool::start(std::size_t index) const {
   return worker;
 }
 
-// Returns when a worker has said something, come up or ended, or wake() was called; or after a
-// while, where that is not negative.
+// Returns after output, a start or an end of a worker, or after wake(); or after the given time,
+// unless it is negative.
 void Pool::wait_for_news(const std::vector<WorkerPointer>& watched,
                          std::chrono::milliseconds most) {
   std::vector<pollfd> all{{woken_.get(), POLLIN, 0}};
@@ -130,7 +130,7 @@ void Pool::look_at(const WorkerPointer& worker) {
     char byte = 0;
     const ssize_t count = recv(worker->socket.get(), &byte, 1, MSG_DONTWAIT);
     if (count == 1) started(worker);
-    if (count == 0) {  // it ends; or what it ran has closed all files, and it can answer no more
+    if (count == 0) {  // it is ending, or its function has closed all files: it can't answer
       worker->socket.reset();
       worker->process->kill(SIGKILL);
     }
@@ -140,7 +140,7 @@ void Pool::look_at(const WorkerPointer& worker) {
     std::lock_guard lock(mutex_);
     doomed = worker->doomed;
     interrupts = std::exchange(worker->to_interrupt, false) && !doomed;
-    // A worker that is up writes where its threads stand (python/callgate/_places/worker.py).
+    // A running worker prints its threads' stacks (python/callgate/_places/worker.py).
     asks = !closing_ && worker->state == State::kTaken;
   }
   if (interrupts) worker->process->kill(SIGUSR2);  // likewise
@@ -156,14 +156,14 @@ void Pool::look_at(const WorkerPointer& worker) {
   }
 }
 
-// Tells idle workers what they need not keep, when it is time. Under the lock.
+// Tells idle workers what to drop, when it is time. Under the lock.
 void Pool::have_forgotten() {
   if (!to_forget_ || Clock::now() < *to_forget_) return;
   to_forget_.reset();
   for (const WorkerPointer& worker : std::vector<WorkerPointer>(idle_)) {
     if (worker->forgotten.empty()) continue;
     std::erase(idle_, worker);
-    worker->state = State::kTaken;  // until it has answered, see started()
+    worker->state = State::kTaken;  // until its answer, see started()
     constexpr std::size_t kPlace = kMessages + sizeof(Request);
     const std::size_t room = (worker->memory.size() - kPlace) / sizeof(std::uint64_t);
     std::vector<std::uint64_t> ids = std::exchange(worker->forgotten, {});
@@ -184,7 +184,7 @@ void Pool::have_forgotten() {
   }
 }
 
-// A worker has come up, or has answered what is no call's.
+// A worker has started, or has answered a request that belongs to no call.
 void Pool::started(const WorkerPointer& worker) {
   std::lock_guard lock(mutex_);
   const Reply& reply = control_of(worker->memory).reply;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call site is made, and calls on threads of callgate's.
+// The creation of call sites, and calls on callgate's threads.
 #include "xla/call_site.h"
 
 #include <chrono>
@@ -12,7 +12,7 @@ namespace {
 // Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/_core/failures.py).
 Error overdue_without_report(const WatchedCall& call, const std::string& why) {
   static std::atomic<std::int64_t> next{1};
-  std::int64_t number = next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  std::int64_t number = next.fetch_add(1, std::memory_order_relaxed);  // only a number, no order
   return Error::verbatim(
       ErrorCode::kDeadlineExceeded,
       "[callgate timeout #" + std::to_string(number) + "] gate '" + call.site->callee->name() +
@@ -27,12 +27,12 @@ Error overdue(const WatchedCall& call) try {
   return overdue_without_report(call, error.what());
 }
 
-// On the watchdog's thread. A report that comes too late goes to stderr.
+// On the watchdog's thread. A late report goes to stderr.
 void fail_overdue(const std::shared_ptr<WatchedCall>& call) {
   constexpr auto kPatience = std::chrono::milliseconds(500);
   auto fail_without_report = [call] {
     Error error = overdue_without_report(*call, "a thread holds the GIL");
-    // Release: who finds the call settled by it sees the flag.
+    // Release: a thread that finds the call settled by it sees the flag.
     call->failed_without_report.store(true, std::memory_order_release);
     bool deferred = false;
     if (call->fail(error, [&] { deferred = true; }) && deferred)
@@ -147,7 +147,7 @@ void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched) {
   auto look = [watched] {
     std::shared_ptr<WatchedCall> call = watched.lock();
     if (call == nullptr) return;
-    // Relaxed: a number. A look that comes too early is made again.
+    // Relaxed: a number. A check that comes too early is repeated.
     unsigned long thread = call->thread.load(std::memory_order_relaxed);
     std::string text = thread == 0 ? "" : call->site->callee->self_wait(thread);
     if (text.empty()) return watch_for_self_wait(watched);

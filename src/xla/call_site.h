@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call site of a gate or tap, on any platform, which devices make its call, and calls that
+// A call site of a gate or tap, on any platform, the devices that make its call, and calls that
 // outlive their handler.
 #pragma once
 
@@ -28,20 +28,21 @@ namespace callgate::xla_ffi {
 
 // A call on one of an array's shards, in a program that XLA partitions over several devices. The
 // partitioner (python/callgate/_sharding/partitioner.py) makes one for each device. It adds the
-// device's position in the program, its partition, as the last operand, and says in the attribute
-// `shards` which partitions make the call: of those that hold the same data, one may be enough.
+// device's position in the program, its partition, as the last operand. The attribute `shards`
+// lists the partitions that make the call: of those with the same data, one may be enough.
 class Shards {
  public:
   Shards() = default;
-  // One digit a partition, 1 for those that make the call; "" for a call on whole arrays.
+  // One digit per partition, 1 for those that make the call; "" for a call on whole arrays.
   explicit Shards(std::string runs) : runs_(std::move(runs)) {}
 
-  // Takes the partition's number off the operands; -1 where there is none. Throws Error.
+  // Removes the partition's number from the operands; -1 if there is none. Throws Error.
   std::int32_t take(DecodedCall& call) const {
     const void* number = take_operand(call).data;
     return number == nullptr ? -1 : read(number);
   }
-  // In two steps, for a number on a device: the operand (null data where there is none), its value.
+  // In two steps, for a number on a device: the operand (with null data if there is none), then its
+  // value.
   ArrayView take_operand(DecodedCall& call) const {
     ArrayView number;
     if (runs_.empty()) return number;
@@ -63,7 +64,8 @@ class Shards {
 
   bool all_run() const noexcept { return runs_.find('0') == std::string::npos; }
 
-  // True if the partition makes the call. Else its results are zeros: the program adds all up.
+  // True if the partition makes the call. Otherwise its results are zeros, because the program adds
+  // all up.
   bool runs(std::int32_t shard) const noexcept {
     return shard < 0 || runs_[static_cast<std::size_t>(shard)] == '1';
   }
@@ -72,38 +74,38 @@ class Shards {
   std::string runs_;
 };
 
-// A call in lanes that the program runs one after the other has as its last operand, before the
-// partition, the number of its lane (core/lanes.h). Throws Error.
+// The number of a call's lane, if the program runs the lanes one after the other: the last operand,
+// before the partition (core/lanes.h). Throws Error.
 inline const ArrayView& lane_operand(std::span<const ArrayView> operands) {
   if (operands.empty() || operands.back().dtype != DType::kS32 || operands.back().rank != 0)
     throw Error("a call in numbered lanes", "the lane as its last operand",
                 operands.empty() ? "no operand" : to_string(operands.back()));
   return operands.back();
 }
-// Takes it off, and puts the number into the context; for arrays in the host's memory.
+// Removes the operand and puts the number into the context; for arrays in host memory.
 inline void take_lane(Call& call) {
   std::memcpy(&call.context.lane, lane_operand(call.operands).data, sizeof(call.context.lane));
   call.operands = call.operands.first(call.operands.size() - 1);
 }
 
-// Shared: a call on its own thread that was given up may outlive the executable.
+// Shared, because an abandoned call on its own thread may outlive the executable.
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;
   bool poison_on_error = false;  // see settled() in ffi.h
   bool reads_context = true;
   bool numbered = false;  // its calls have the number of their lane
-  bool marked = false;    // the last result is nobody's: what takes it comes after the call
+  bool marked = false;    // the last result only orders later calls
   Shards shards;
   mutable std::atomic<std::int64_t> first_run{-1};
 
-  // True if the run is the first that comes by.
+  // True for the first run that asks.
   bool is_first(std::int64_t run) const noexcept {
     std::int64_t first = -1;  // relaxed: a number that is set once
     return first_run.compare_exchange_strong(first, run, std::memory_order_relaxed) || first == run;
   }
 
-  // For arrays in the host's memory.
+  // For arrays in host memory.
   void run(const Call& call) const {
     std::optional<TimelineSpan> span;
     if (Timeline::on() && !callee->kind().empty()) [[unlikely]]
@@ -115,13 +117,13 @@ struct CallSite {
 // Finds the callee and binds it to the site that the attributes describe. Throws Error.
 std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes);
 
-// For a call that comes when the process is ending: throws Error, unless the callee is quiet then.
+// For a call while the process is ending: throws Error, unless the callee is quiet then.
 void refuse_at_exit(const Callee& callee);
 
 // --- Calls that outlive their handler, on threads of callgate's ----------------------------------
 
-// The frame's descriptors die with its handler, so they are copied. Where the watchdog may fail the
-// program the memory is private, too: XLA frees its own then, while user code may still use it.
+// The frame's descriptors die with its handler, so they are copied. If the watchdog may fail the
+// program, the memory is private, too: XLA then frees its own, while user code may still use it.
 class OwnedCall {
  public:
   OwnedCall(const Call& call, bool private_memory);
@@ -131,7 +133,7 @@ class OwnedCall {
   // Copies private results to XLA's memory.
   void publish() const;
 
-  // Writes the results of a call that was given up.
+  // Fills the results of an abandoned call.
   void poison_results() const noexcept { poison((targets_ ? *targets_ : results_).all()); }
   const CallContext& context() const noexcept { return context_; }
   std::string arguments() const { return to_string(operands_.all()); }
@@ -147,22 +149,22 @@ class OwnedCall {
 
   std::vector<std::unique_ptr<Line[]>> memory_;
   OwnedViews operands_, results_;
-  std::optional<OwnedViews> targets_;  // XLA's results, where ours are private
+  std::optional<OwnedViews> targets_;  // XLA's results, if ours are private
   CallContext context_;
 };
 
 // The promise of a call that completes after its handler has returned. The first of `succeed` and
-// `fail` takes effect: by the worker that ran the call, or the watchdog that gave it up. A promise
-// that is dropped fails the program, which it would else block for good. Settling never throws.
+// `fail` takes effect: by the worker that ran the call, or the watchdog that abandoned it. A
+// dropped promise fails the program, which would otherwise block for good. Settling never throws.
 class Promise : Immovable {
  public:
-  // Creates XLA's future; throws Error when this XLA has none.
+  // Creates XLA's future; throws Error if this XLA has none.
   explicit Promise(const XLA_FFI_Api* api);
   ~Promise() { fail(Error(ErrorCode::kAborted, "the call was dropped before it ran")); }
 
   XLA_FFI_Future* future() const noexcept { return future_; }
 
-  // Runs `publish` (it writes the results) and completes, unless the promise is already settled.
+  // Runs `publish`, which writes the results, and completes, unless the promise is already settled.
   template <typename Publish>
   bool succeed(Publish&& publish) {
     if (!claim()) return false;
@@ -198,10 +200,10 @@ struct WatchedCall : Immovable {
   explicit WatchedCall(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
   virtual ~WatchedCall() = default;
 
-  virtual void run() = 0;  // on a worker. Nothing is thrown.
+  virtual void run() = 0;  // on a worker; never throws
   virtual std::string arguments() const = 0;
-  // Ends the call, unless it has ended: then it returns false. Where XLA is not told of the failure
-  // it calls `keep` before the program goes on. It takes no GIL itself.
+  // Ends the call; returns false if it has already ended. If XLA doesn't get the failure, it calls
+  // `keep` before the program continues. Takes no GIL itself.
   virtual bool fail(const Error& error, const std::function<void()>& keep) = 0;
 
   bool fail_deferred(const Error& error) {
@@ -209,18 +211,19 @@ struct WatchedCall : Immovable {
   }
 
   const std::shared_ptr<CallSite> site;
-  std::atomic<unsigned long> thread{0};  // Python's number of the worker; 0 until it begins
+  std::atomic<unsigned long> thread{0};  // Python's number of the worker; 0 before it begins
   std::atomic<bool> failed_without_report{false};
 };
 
-// False where no thread is to be had.
+// False if there is no thread.
 bool try_submit(WorkerPool::Job job);
 
-// Has a worker run the call, or the thread, which fails where it takes longer than its timeout.
-// False where the process is ending, or the thread is closed: it does not run. May throw, likewise.
+// Runs the call on a worker or the thread, and fails it after its timeout. False, without running
+// it, if the process is ending or the thread is closed. May throw, also without running it.
 bool submit_with_timeout(const std::shared_ptr<WatchedCall>& call, NamedThread* thread = nullptr);
 
-// As long as the call lives: looks whether it waits for itself, on a worker, as that takes the GIL.
+// As long as the call lives: checks on a worker whether it waits for itself, because that takes the
+// GIL.
 void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched);
 
 }  // namespace callgate::xla_ffi

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of a CUDA program: its operands, and the copies that it works on.
+// A call of a CUDA program: its operands, and their copies.
 #include "xla/cuda_call.h"
 
 namespace callgate::xla_ffi {
@@ -9,7 +9,7 @@ std::int32_t DeviceShards::read(const Shards& shards, const ArrayView& number, c
   if (number.data == nullptr) [[likely]]
     return -1;
   std::atomic<std::int32_t>& known = known_[device.index()];
-  // Relaxed: a number that stands for itself; two threads may both read it.
+  // Relaxed: a number on its own; two threads may both read it.
   if (std::int32_t value = known.load(std::memory_order_relaxed)) return value - 1;
   if (cuda::capturing(stream))
     throw Error(ErrorCode::kInternal,

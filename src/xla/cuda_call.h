@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call whose arrays are a GPU's, with all that the ways to make it need.
+// One call on a GPU's arrays, with the data for all ways to make it.
 #pragma once
 
 #include <array>
@@ -21,21 +21,21 @@
 
 namespace callgate::xla_ffi {
 
-// The partition that a device has in a program. It never changes for an executable on a device, so
-// a call site that needs it before its operands are on the host reads it from the device's memory
-// at its first call there, which waits for the stream.
+// The partition of a device in a program. It never changes for an executable on a device. A call
+// site that needs it before its operands are on the host reads it from the device's memory at its
+// first call there, which waits for the stream.
 class DeviceShards {
  public:
-  // `number`: what Shards::take_operand gave. -1 for a call on whole arrays. Throws Error.
+  // `number` comes from Shards::take_operand. Returns -1 for a call on whole arrays. Throws Error.
   std::int32_t read(const Shards& shards, const ArrayView& number, cuda::Device& device,
                     cuda::Stream stream);
 
  private:
-  // By ordinal: the partition plus one; 0 while it is not known.
+  // By ordinal: the partition plus one; 0 while unknown.
   std::array<std::atomic<std::int32_t>, cuda::kMostDevices> known_{};
 };
 
-// XLA's state for a site of a gate; the handlers are in gate.cc.
+// XLA's state for a site of a gate; gate.cc has the handlers.
 struct CudaSite {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.cuda_gate_state";
@@ -54,8 +54,8 @@ struct CudaSite {
 struct CudaCall {
   CudaSite& site;
   DecodedCall decoded;
-  ArrayView number;  // of the partition; no data where there is none
-  ArrayView lane;    // the number of the lane, likewise
+  ArrayView number;  // of the partition; without data if there is none
+  ArrayView lane;    // of the lane, as above
   cuda::Stream stream;
   cuda::Device& device;
   CallContext context;
@@ -69,11 +69,11 @@ struct CudaCall {
 
   static ArrayView take_lane_operand(const CudaSite& of, DecodedCall& call);
 
-  // `sent`, and behind them the numbers of the lane and the partition where there are any.
+  // `sent`, followed by the numbers of the lane and the partition, if there are any.
   std::vector<ArrayView> with_numbers(std::span<const ArrayView> sent) const;
 };
 
-// A call's arrays on the host, and where it runs.
+// A call's arrays on the host, and its place.
 struct CopiedCall {
   std::shared_ptr<CallSite> site;
   cuda::HostCopies copies;
@@ -84,29 +84,29 @@ struct CopiedCall {
   CopiedCall(const CudaCall& call, std::span<const ArrayView> operands,
              std::span<const ArrayView> results, bool for_keeping = false);
 
-  // Once the copies are there: the call; the numbers go into its context.
+  // The call, after the copies; puts the numbers into its context.
   Call call();
-  // After call(): whether this device makes it.
+  // After call(): true if this device makes the call.
   bool runs() const { return site->shards.runs(context.shard); }
 };
 
-// Makes a call, `run`: see settled(). The driver's errors get the callee's name.
+// Makes a call, `run`: see settled(). Adds the callee's name to the driver's errors.
 template <typename Run>
 void settled_on_device(const XLA_FFI_CallFrame& frame, bool poison_on_error, Callee& callee,
                        Run&& run) {
-  // Marks the results, wherever the call failed.
+  // Marks the results of a failed call.
   auto poison = [&] {
     DecodedCall decoded(frame);
     auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
     std::optional<cuda::ContextScope> current;
     guarded([&] { current.emplace(cuda::Device::of(stream)); },
-            [](const Error&) {});  // XLA's own context will do, then
+            [](const Error&) {});  // XLA's own context works then
     cuda::poison_on_device(decoded.results(), stream);
   };
   settled(poison_on_error, callee, [&] { cuda::named(callee.name(), run); }, poison);
 }
 
-// OnDevice::kDeferred, in cuda_deferred.cc; the other ways are in cuda_gate.cc. Throws Error.
+// OnDevice::kDeferred, in cuda_deferred.cc; gate.cc has the other ways. Throws Error.
 void run_deferred(CudaCall& call);
 
 }  // namespace callgate::xla_ffi

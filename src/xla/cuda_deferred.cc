@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that the program does not wait for: their operands are copied while it goes on, and the
-// site runs on the device's completion thread when they are there. Inside a CUDA graph the copies
-// are part of it, and a host function tells the site of each replay.
+// Calls for which the program doesn't wait: their operands are copied while it continues, and the
+// site runs on the device's completion thread after the copies. Inside a CUDA graph the copies
+// belong to the graph, and a host function reports each replay to the site.
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -23,15 +23,15 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// Up to this size the program's own stream copies: it takes no longer than one on the device.
+// Up to this size the program's own stream copies, which takes no longer than a copy on the device.
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
-// A share of what may wait for its way to the host. Programs are given to a stream long before it
-// runs them, so the copies of their taps could take any amount of pinned memory. Beyond the most
-// the program's thread waits; a call that is larger than all of it waits until it is alone.
+// A share of the memory that may wait for its transfer to the host. Programs are enqueued long
+// before they run, so the copies of their taps could take any amount of pinned memory. Beyond the
+// maximum, the program's thread waits; a call larger than the maximum waits until it is alone.
 class Room : Immovable {
  public:
-  // Throws where the device has failed, on which nothing then comes that would make room.
+  // Throws if the device has failed, because no room would be freed then.
   Room(std::size_t bytes, cuda::Device& device, cuda::Stream stream) : bytes_(bytes) {
     std::unique_lock lock(all_.mutex);
     auto is_free = [&] { return all_.taken == 0 || all_.taken + bytes_ <= cuda::kMostOnTheWay; };
@@ -56,7 +56,7 @@ class Room : Immovable {
   Backlog& all_ = immortal<Backlog>();
 };
 
-// The host's part: `body`, where calls may still run. An error goes to `failed`.
+// The host's part: runs `body` if calls may still run. An error goes to `failed`.
 template <typename Body, typename Failed>
 void run_late(Callee& callee, Body&& body, Failed&& failed) {
   auto run = [&] {
@@ -67,7 +67,7 @@ void run_late(Callee& callee, Body&& body, Failed&& failed) {
   guarded(run, failed);
 }
 
-// The results are the program's already: copies of operands.
+// The program already has its results: copies of operands.
 void pass_on(CudaCall& call) {
   for (std::size_t i = 0; i < call.decoded.results().size(); ++i) {
     const ArrayView& to = call.decoded.results()[i];
@@ -83,12 +83,12 @@ class CapturedCall {
   CapturedCall(const CudaCall& call, std::span<const ArrayView> sent)
       : copied_(call, sent, {}), completions_(cuda::Completions::of(call.device)) {
     completions_.order_by_streams();
-    copied_.context.run = -1;  // which run replays it is not told
+    copied_.context.run = -1;  // the replaying run is unknown
     copied_.copies.fetch(call.stream);
   }
 
-  // In a host function, which may neither call CUDA nor wait: the site takes the call at once where
-  // nothing of this device is before it, or gets copies on the completion thread.
+  // In a host function, which may neither call CUDA nor wait. The site takes the call at once if
+  // the device has no earlier task, or gets copies on the completion thread.
   void replay() {
     auto run = [this] {
       Call call = copied_.call();
@@ -131,7 +131,7 @@ std::size_t nbytes(std::span<const ArrayView> views) {
   return sum;
 }
 
-// `to_keep` go to the site as copies on the device, where it wants any.
+// `to_keep` are passed to the site as copies on the device, if it wants any.
 void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const ArrayView> sent) {
   std::size_t bytes = nbytes(sent) + call.number.nbytes();
   auto room = std::make_shared<Room>(bytes + nbytes(to_keep), call.device, call.stream);
@@ -142,7 +142,7 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
                                              /*for_keeping=*/true);
   auto& completions = cuda::Completions::of(call.device);
   auto run = [copied, kept, room](cuda::Result result) {
-    // A stream that has failed fails its program, which says so; the record counts as dropped.
+    // A failed stream fails its program, which reports it; the record counts as dropped.
     if (result != cuda::Result::kSuccess) {
       if (ActiveCall active; active.entered()) copied->site->site->drop({{}, {}, copied->context});
       return;
@@ -185,7 +185,7 @@ void run_deferred(CudaCall& call) {
   pass_on(call);
   Site& site = *call.call_site().site;
   bool captured = cuda::capturing(call.stream);
-  // Several devices: Ctrl-C ends none, as others would wait; what need not run is passed over.
+  // On several devices Ctrl-C ends no call, because others would wait; optional calls are skipped.
   if (Interrupts::ends(call.context.run) && !captured && call.callee().quiet_at_exit()) return;
   std::size_t kept = site.kept_on_device();
   if (captured && kept != 0)

@@ -8,7 +8,7 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// XLA's attributes have no arrays of bools, small floats or complex numbers: Python sends these as
+// XLA's attributes have no arrays of bools, small floats or complex numbers. Python sends these as
 // dictionaries of their bytes (python/callgate/_core/static_values.py). False for others.
 bool add_encoded(Attributes& to, std::string_view name, const Attributes& entries) {
   const callgate_attribute* dtype = entries.find("callgate:dtype");
@@ -33,7 +33,7 @@ bool add_encoded(Attributes& to, std::string_view name, const Attributes& entrie
 }  // namespace
 
 XLA_FFI_Error* make_error(const XLA_FFI_Api* api, const Error& error) {
-  std::string text = valid_utf8(error.what());  // whatever calls the program decodes it
+  std::string text = valid_utf8(error.what());  // the program's caller decodes it
   XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
                                  static_cast<XLA_FFI_Error_Code>(error.code())};
   return api->XLA_FFI_Error_Create(&args);
@@ -52,7 +52,7 @@ void check(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* failed) {
 }
 
 void keep_failure(Callee& callee, const Error& error) {
-  // With no memory to keep it in, say.
+  // Such as for lack of memory to store it.
   guarded([&] { callee.defer(error); },
           [&](const Error&) { std::fprintf(stderr, "%s\n", error.what()); });
 }

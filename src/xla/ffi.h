@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that includes XLA's FFI headers: failures and call frames, as XLA and as callgate
-// have them, and what handlers have in common.
+// The only include of XLA's FFI headers: failures and call frames, in XLA's and in callgate's form,
+// and the common code of handlers.
 //
-// Between callgate's code and XLA no exception passes: XLA is built without exceptions and would
-// not unwind. Nor does glibc's forced unwind: Python up to 3.13 ends a thread with pthread_exit
-// when it asks for the GIL of a finalizing interpreter. The thread then stops here for good, as
-// Python 3.14 does; the process is about to end.
+// No exception passes between callgate's code and XLA, which is built without exceptions and
+// doesn't unwind. Nor does glibc's forced unwind: Python up to 3.13 ends a thread with pthread_exit
+// when it requests the GIL of a finalizing interpreter. The thread then stops here for good, as in
+// Python 3.14; the process is about to end.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ static_assert(int{XLA_FFI_Error_Code_INTERNAL} == static_cast<int>(ErrorCode::kI
 // An error that XLA takes ownership of.
 XLA_FFI_Error* make_error(const XLA_FFI_Api* api, const Error& error);
 
-// True if a function of XLA's succeeded, by its error.
+// True if an XLA function succeeded, by its error.
 inline bool succeeded(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
   if (error == nullptr) [[likely]]
     return true;
@@ -63,18 +63,17 @@ auto guarded(Body&& body, Failed&& failed) -> decltype(body()) {
   }
 }
 
-// Has the callee keep a failure that XLA is not told of, for the next who asks.
+// Makes the callee store a failure that XLA doesn't report, for the next barrier or `errors()`.
 void keep_failure(Callee& callee, const Error& error);
 
-// Makes a call: `body`. In a program over several devices (`poison_on_error`) an error that one of
-// them returns would leave the others waiting in their next collective, until XLA aborts the
-// process. So there a failure succeeds for XLA: `poison` marks the results, and the callee keeps
-// the failure for the next who asks.
+// Makes a call: `body`. In a program over several devices (`poison_on_error`), an error of one
+// device would leave the others waiting in their next collective, until XLA aborts the process.
+// There a failure succeeds for XLA: `poison` marks the results, and the callee stores the failure.
 template <typename Body, typename Poison>
 void settled(bool poison_on_error, Callee& callee, Body&& body, Poison&& poison) {
   if (!poison_on_error) return body();
   guarded(body, [&](const Error& error) {
-    guarded(poison, [](const Error&) {});  // the first failure is the one to tell of
+    guarded(poison, [](const Error&) {});  // the first failure is reported
     keep_failure(callee, error);
   });
 }
@@ -87,12 +86,12 @@ inline constexpr auto XLA_FFI_DataType_Pred = XLA_FFI_DataType_PRED;  // NOLINT:
 CALLGATE_DTYPES(X)
 #undef X
 
-// Up to 16 buffers a side need no allocation. Only what the call has is written: clearing all the
-// room would cost as much as the rest of a kernel's path.
+// Up to 16 buffers per side need no allocation. Only the used part is written, because clearing all
+// of it would cost as much as the rest of a kernel's call.
 class DecodedCall : Immovable {
  public:
-  // Borrows from the frame. A result that is a token has no memory and is left out, and so is the
-  // last one of a call that is `marked` (see CallSite).
+  // Borrows from the frame. A token result has no memory and is left out, and so is the last result
+  // of a call that is `marked` (see CallSite).
   explicit DecodedCall(const XLA_FFI_CallFrame& frame, bool marked = false)
       : operands_(frame.args.size, frame.args.args),
         results_(frame.rets.size - (marked ? 1 : 0), frame.rets.rets) {}
@@ -121,7 +120,7 @@ class DecodedCall : Immovable {
   Views operands_, results_;
 };
 
-// The run's id, from 0 on; -1 where XLA has none. XLA counts up from a random number of 32 bits.
+// The run's id, from 0 on; -1 if XLA has none. XLA counts up from a random 32-bit number.
 inline std::int64_t decode_run(const XLA_FFI_CallFrame& frame) noexcept {
   XLA_FFI_RunId_Get_Args run{XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, -1};
   if (!succeeded(frame.api, frame.api->XLA_FFI_RunId_Get(&run))) return -1;
@@ -130,7 +129,7 @@ inline std::int64_t decode_run(const XLA_FFI_CallFrame& frame) noexcept {
                                                     : std::numeric_limits<std::int64_t>::max());
 }
 
-// The device's ordinal; -1 where XLA has none.
+// The device's ordinal; -1 if XLA has none.
 inline std::int64_t decode_device(const XLA_FFI_CallFrame& frame) noexcept {
   XLA_FFI_DeviceOrdinal_Get_Args device{XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr,
                                         frame.ctx, -1};
@@ -144,7 +143,7 @@ inline CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
           .thread = python_thread()};
 }
 
-// The stream that a GPU's program runs on. Throws Error where XLA has none.
+// The stream of a GPU's program. Throws Error if XLA has none.
 inline void* decode_stream(const XLA_FFI_CallFrame& frame) {
   XLA_FFI_Stream_Get_Args args{XLA_FFI_Stream_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, nullptr};
   check(frame.api, frame.api->XLA_FFI_Stream_Get(&args), "XLA gave no stream: ");
@@ -155,19 +154,20 @@ inline void* decode_stream(const XLA_FFI_CallFrame& frame) {
 
 inline std::string_view text_of(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
 
-// `code`: an XLA_FFI_DataType, or a number in its place.
+// `code`: an XLA_FFI_DataType, or a number instead of one.
 DType dtype_of(int code, std::string_view name);
 
-// All of them. Throws Error for what is no number, string, array of numbers or dictionary.
+// All attributes. Throws Error for values other than numbers, strings, arrays of numbers and
+// dictionaries.
 Attributes decode_attributes(const XLA_FFI_Attrs& from);
 
 // --- Handlers ------------------------------------------------------------------------------------
 
-// The state of a call site that XLA owns, for handlers that read the raw call frame.
-// A state's type S has a static `id` and a static `kName`, the type's name; S::make() gives a
-// site's state from its attributes, and S::execute() makes the call of a frame, or throws. The type
-// is registered when XLA asks a handler for its metadata, as a target is registered with a backend:
-// before that, it would disturb the backend.
+// The state of a call site that XLA owns, for handlers that read the raw call frame. A state's type
+// S has a static `id` and a static `kName`, the type's name. S::make() returns a site's state from
+// its attributes. S::execute() makes the call of a frame, or throws. The type is registered when
+// XLA asks a handler for its metadata, which happens when a target is registered with a backend; an
+// earlier registration would break the backend.
 template <class S>
 class StateOf {
  public:
@@ -180,7 +180,7 @@ class StateOf {
     });
   }
 
-  // The handler of the execute stage, which says of itself that it has `traits`.
+  // The handler of the execute stage, which has `traits`.
   template <XLA_FFI_Handler_Traits traits = 0>
   static XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
     if (asks_for_metadata(*frame)) [[unlikely]] {
@@ -197,7 +197,7 @@ class StateOf {
     });
   }
 
-  // The state of the site that the frame calls. Throws Error where there is none.
+  // The state of the frame's site. Throws Error if there is none.
   static S& get(const XLA_FFI_CallFrame& frame) {
     XLA_FFI_State_Get_Args args{XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame.ctx,
                                 XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  nullptr};
@@ -217,7 +217,7 @@ class StateOf {
   }
 
   static XLA_FFI_Error* register_type(const XLA_FFI_Api* api) {
-    static std::mutex mutex;  // several programs may be loaded at once
+    static std::mutex mutex;  // several programs may load at once
     std::lock_guard lock(mutex);
     if (S::id.type_id != 0) return nullptr;
     return ::xla::ffi::Ffi::RegisterTypeId(api, S::kName, &S::id, &kInfo);
@@ -232,7 +232,7 @@ class StateOf {
   }
 
   static constexpr XLA_FFI_TypeInfo kInfo = ::xla::ffi::MakeTypeInfo<S>();
-  // Typed wrappers, which are only ever asked for what they know of S.
+  // Typed wrappers, which are only used for their metadata about S.
   XLA_FFI_DEFINE_HANDLER(
       kGives, []() -> ::xla::ffi::ErrorOr<std::unique_ptr<S>> { return std::unique_ptr<S>(); },
       ::xla::ffi::Ffi::BindInstantiate());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gates and taps, on the CPU and in programs for CUDA, where nothing waits for a device but what
-// says so. State and calls are plain C++; the callee alone knows about Python.
+// Gates and taps, on the CPU and in programs for CUDA, where only functions that say so wait for a
+// device. State and calls are plain C++; only the callee knows Python.
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -33,13 +33,13 @@ struct GateState {
   std::shared_ptr<CallSite> call_site;
 };
 
-// XLA has 32 programs of a device under way at once, and then makes the next wait. Calls within
-// each other, each in a program that the one before runs, must not need more.
+// XLA has at most 32 programs of a device in flight; the next one waits. Nested calls, each in a
+// program that the previous one runs, must not need more.
 constexpr int kMostWithin = 24;
-thread_local int t_within = 0;  // such calls around what this worker runs
+thread_local int t_within = 0;  // nested calls around this worker's code
 
-// A call on a thread of its own, shared by the worker that runs it, the watchdog that gives it up
-// and the one that looks whether it waits for itself. The first of them settles it.
+// A call on a thread of its own, shared by the worker that runs it, the watchdog that abandons it
+// and the check whether it waits for itself. The first of them settles it.
 struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThreadCall> {
   const int within;
   OwnedCall call;
@@ -62,7 +62,7 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
     });
   }
 
-  // A promise is settled whatever the site does.
+  // The promise is settled in all cases.
   void run() override {
     thread.store(python_thread(), std::memory_order_relaxed);  // see watch_for_self_wait()
     site->callee->enter_worker(/*of_device=*/false);
@@ -70,31 +70,31 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
     auto body = [&] {
       t_within = within;
       active.entered() ? site->site->run(call.call()) : refuse_at_exit(*site->callee);
-      t_within = 0;  // the program goes on here; its calls are not within this one
+      t_within = 0;  // the program continues here; its calls aren't nested in this one
       settle([this] { promise.succeed([&] { call.publish(); }); });
     };
     guarded(body, [&](const Error& error) {
       t_within = 0;  // as above
-      // The error of a call that was given up before is dropped: its program was told of that.
+      // The error of an abandoned call is dropped, because its program already has one.
       if (!active.entered()) return settle([this, error] { promise.fail(error); });
       settle([this, error] { fail(error, [&] { keep_failure(*site->callee, error); }); });
     });
   }
 
-  // For who has handed the call to a named thread: a short call is settled here, a longer one when
-  // it has ended.
+  // Called by the thread that queued the call on a named thread. It settles a short call here; a
+  // longer one settles at its end.
   void await_shortly() {
     site->callee->thread()->watch_for_end(
         [&] { return turn_.load(std::memory_order_acquire) != kAwaited; });
-    // Acquire and release: this or settle() sees what the other has left.
+    // Acquire and release: this or settle() sees the other's state.
     if (turn_.exchange(kLeft, std::memory_order_acq_rel) == kDone) settle_();
   }
 
  private:
   enum Turn { kAwaited, kDone, kLeft };
 
-  // XLA goes on with the program on the thread that settles the promise: not on a named thread,
-  // which other programs wait for, and which the rest of this one may itself need.
+  // XLA continues the program on the thread that settles the promise. That must not be a named
+  // thread, for which other programs wait, and which the rest of this program may need.
   void settle(std::function<void()> settling) {
     if (site->callee->thread() == nullptr) return settling();
     settle_ = std::move(settling);
@@ -106,7 +106,7 @@ struct OwnThreadCall final : WatchedCall, std::enable_shared_from_this<OwnThread
   std::function<void()> settle_;
 };
 
-// For a call that nobody takes: throws Error, unless the process is ending and the callee is quiet.
+// For a refused call: throws Error, unless the process is ending and the callee is quiet.
 void refuse(Callee& callee) {
   if (callee.thread() == nullptr || Lifecycle::instance().closed()) return refuse_at_exit(callee);
   throw callee.closed_error();
@@ -120,7 +120,7 @@ int one_more_within(const Callee& callee) {
               "one more; does it call itself without end?");
 }
 
-// A call that comes on the very thread that it is for, from a program that a call there runs.
+// A call that arrives on its own target thread, from a program that a call there runs.
 void run_within(const CallSite& site, const Call& call) {
   struct Within : Immovable {
     explicit Within(int place) : before(std::exchange(t_within, place)) {}
@@ -131,12 +131,12 @@ void run_within(const CallSite& site, const Call& call) {
   active.entered() ? site.site->run(call) : refuse_at_exit(*site.callee);
 }
 
-// Throws when the call can't be handed on.
+// Throws if the call can't be queued.
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
                          const Call& call) {
   NamedThread* const thread = site->callee->thread();
-  // On a named thread that dispatches a program XLA waits for the call: it would wait for ever for
-  // one elsewhere that needs the thread.
+  // If a named thread dispatches a program, XLA waits for the call there. A call elsewhere that
+  // needs the thread would then wait for ever.
   const bool on_named = NamedThread::current() != 0 && site->callee->timeout().count() == 0;
   if (thread != nullptr ? thread->is_here() : on_named) return run_within(*site, call);
   if (thread == nullptr && WorkerPool::instance().lost())
@@ -146,7 +146,7 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
             "': this process was forked from one that ran gates on threads of their own, which are "
             "not here; start processes with multiprocessing's 'spawn' or 'forkserver'");
   const int within = one_more_within(*site->callee);
-  // Within another such call the jitted function may be new, as the program runs once more.
+  // Within another such call the jitted function may be new, because the program runs once more.
   bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
   bool private_memory = site->callee->timeout().count() > 0 || may_wait_for_itself;
   auto own = std::make_shared<OwnThreadCall>(site, within, call, private_memory, frame->api);
@@ -164,7 +164,7 @@ void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, c
   const void* place = call.results.empty() ? nullptr : call.results[0].data;
   if (Interrupts::ends(call.context.run, place)) [[unlikely]] {
     if (!site->poison_on_error) throw interrupted(site->callee->name());
-    // An error would leave other devices waiting. Calls that need not run are passed over.
+    // An error would leave other devices waiting. Optional calls are skipped.
     if (site->callee->quiet_at_exit()) return site->site->skip(call);
   }
   if (own_thread)
@@ -192,7 +192,7 @@ void GateState::execute(XLA_FFI_CallFrame* frame) {
     if (site->numbered) take_lane(call);
     run_call(frame, site, call, own_thread);
   } catch (const std::exception&) {
-    ProgressBoard::instance().fail(context.run);  // with the program end its bars
+    ProgressBoard::instance().fail(context.run);  // the program's bars end with it
     throw;
   }
 }
@@ -243,7 +243,7 @@ void run_at_once(CudaCall& call) {
   cuda::keep_until(call.device, call.stream, copied);
 }
 
-// A call on a thread of callgate's, which the stream waits for. XLA is told of success at once.
+// A call on callgate's thread, for which the stream waits. It reports success to XLA at once.
 class HeldStreamCall final : public WatchedCall {
  public:
   explicit HeldStreamCall(CudaCall& call)
@@ -258,7 +258,8 @@ class HeldStreamCall final : public WatchedCall {
     copied_.copies.publish(stream);
   }
 
-  // For a call that can't be handed on: its error is XLA's. Waits for the stream, which uses this.
+  // For a call that can't be queued: XLA gets its error. Waits for the stream, which uses this
+  // object.
   void abandon(cuda::Stream stream) noexcept {
     settled_.store(true, std::memory_order_release);  // see claim()
     gate_.open();
@@ -292,7 +293,7 @@ class HeldStreamCall final : public WatchedCall {
       cuda::ContextScope current(device_);
       cuda::check(fetched_.wait(), "cuEventSynchronize");
     }
-    // Not before its operands are there: what they wait for may need the thread.
+    // Not before its operands are ready, because the work that they wait for may need the thread.
     NamedThread* const thread = callee.thread();
     if (thread == nullptr) return call_it(callee);
     if (!thread->run([&] { call_it(callee); })) refuse(callee);
@@ -307,13 +308,14 @@ class HeldStreamCall final : public WatchedCall {
       if (claim()) site->site->skip(call);
       return;
     }
-    // With a timeout the memory is the callable's own: the watchdog may have given it up.
+    // With a timeout the callable has private memory, because the watchdog may have abandoned the
+    // call.
     OwnedCall owned(call, /*private_memory=*/callee.timeout().count() > 0);
     site->site->run(owned.call());
     if (claim()) owned.publish();
   }
 
-  // True for whoever may write the results: the call that has ended, or fail().
+  // True for the one that may write the results: the finished call, or fail().
   bool claim() noexcept {
     // Acquire and release: the loser sees that the results are the winner's.
     settled_by_me_ = settled_by_me_ || !settled_.exchange(true, std::memory_order_acq_rel);
@@ -330,18 +332,18 @@ class HeldStreamCall final : public WatchedCall {
   cuda::StreamEvent fetched_;
   cuda::StreamGate gate_;
   std::atomic<bool> settled_{false};
-  bool settled_by_me_ = false;  // the worker's alone
+  bool settled_by_me_ = false;  // only the worker's
 };
 
 void run_on_own_thread(CudaCall& call) {
-  // As long as it is here, the threads that the call needs are there.
+  // While it is active, the threads that the call needs exist.
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   auto own = std::make_shared<HeldStreamCall>(call);
   try {
     own->hold(call.stream);
     if (!cuda::Completions::of(call.device).keep({call.device, call.stream, kAsking}, own)) {
-      // Nobody may wait for a stream that waits for this call.
+      // Nothing may wait for a stream that waits for this call.
       throw Error(ErrorCode::kAborted, "gate '" + call.callee().name() + "': its state is gone");
     }
     if (!submit_with_timeout(own))
@@ -355,7 +357,7 @@ void run_on_own_thread(CudaCall& call) {
 void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
   CudaCall call(site, frame);
   cuda::ContextScope current(call.device);
-  // A graph that is half recorded could not be mended. For several devices see run_deferred().
+  // A half-recorded graph could not be repaired. For several devices see run_deferred().
   if (Interrupts::ends(call.context.run) && !call.call_site().poison_on_error &&
       !cuda::capturing(call.stream)) [[unlikely]]
     throw interrupted(call.callee().name());
@@ -366,8 +368,7 @@ void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
     case OnDevice::kNative: return on_its_thread(call, [&] { run_native(call); });
     case OnDevice::kDeferred: return run_deferred(call);
     case OnDevice::kStaged: {
-      // XLA's thread waits for a named thread, so that the program is told what a call there
-      // raises.
+      // XLA's thread waits for a named thread, so the program gets the exceptions of calls there.
       const Callee& callee = call.callee();
       const bool goes_on = callee.thread() == nullptr || callee.timeout().count() > 0;
       return callee.own_thread() && goes_on ? run_on_own_thread(call) : run_at_once(call);
@@ -383,7 +384,7 @@ void CudaSite::execute(XLA_FFI_CallFrame* frame) {
     try {
       run_call(site, *frame);
     } catch (const std::exception&) {
-      ProgressBoard::instance().fail(decode_run(*frame));  // with the program end its bars
+      ProgressBoard::instance().fail(decode_run(*frame));  // the program's bars end with it
       throw;
     }
   });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels for the CPU and for CUDA, on XLA's threads, several at once; nothing waits for a device.
-// Reads the raw frame: what a call costs beside the kernel itself is here.
+// The handlers read the raw frame, because this code is the overhead of a kernel's call.
 #include "kernels/kernel.h"
 
 #include <atomic>
@@ -47,18 +47,18 @@ struct BoundKernel : Immovable {
   std::unique_ptr<KernelSite> site;
   bool poison_on_error = false;  // see settled() in ffi.h
   Shards shards;
-  std::string key;                     // of the call; "" when it is not to be remembered
+  std::string key;                     // of the call; "" if not cached
   Attributes contents;                 // of the call
-  std::atomic<bool> remembered{true};  // the key stands for this alone
+  std::atomic<bool> remembered{true};  // the key belongs only to this one
 };
 
-// The site that a key stands for.
+// The site of a key.
 struct KnownKernel {
   std::weak_ptr<BoundKernel> bound;
-  bool ambiguous = false;  // for good: an older site of the key may live as long as it likes
+  bool ambiguous = false;  // for good: an older site of the key may still live
 };
 
-// For loading and unloading of programs, which XLA does at exit, too; calls take no lock.
+// For loading and unloading of programs, which XLA also does at exit; calls take no lock.
 constinit std::mutex known_kernels_mutex;
 std::unordered_map<std::string, KnownKernel>& known_kernels() {
   return immortal<std::unordered_map<std::string, KnownKernel>>();
@@ -66,15 +66,15 @@ std::unordered_map<std::string, KnownKernel>& known_kernels() {
 
 BoundKernel::~BoundKernel() {
   if (key.empty()) return;
-  // Threads may go on remembering this: no call has the key until share() gives it another site.
+  // Threads may keep this cached: no call has the key until share() gives it another site.
   std::scoped_lock lock(known_kernels_mutex);
   auto it = known_kernels().find(key);
   if (it != known_kernels().end() && !it->second.ambiguous && it->second.bound.expired())
     known_kernels().erase(it);
 }
 
-// The site of a call, if this thread remembers it, else the one that `get` gives, which it then
-// remembers. `get` returns a site that the call keeps alive.
+// The site of a call, if this thread has it cached, otherwise the one from `get`, which is then
+// cached. `get` returns a site that the call keeps alive.
 class RecentKernels {
  public:
   static constexpr std::size_t kKeyBytes = 16;  // hexadecimal digits
@@ -84,8 +84,8 @@ class RecentKernels {
     const char* key = key_of(attributes);
     if (key == nullptr) [[unlikely]]
       return get();
-    // Acquire: with a generation goes what `remembered` was when it began. A call comes after its
-    // executable was loaded, and so after the last change that matters to it.
+    // Acquire: a generation publishes the values of `remembered` at its start. A call comes after
+    // the load of its executable, and so after the last relevant change.
     std::uint64_t now = generation_.load(std::memory_order_acquire);
     Slot& slot = slots_[static_cast<unsigned char>(key[0]) % kSlots];
     if (slot.generation == now && std::char_traits<char>::compare(slot.key, key, kKeyBytes) == 0)
@@ -102,14 +102,14 @@ class RecentKernels {
   }
 
   // The first attribute's bytes, if it may be a key: attributes are sorted by name, and no other
-  // value that programs hold looks like one. Null otherwise.
+  // attribute of programs looks like a key. Null otherwise.
   static const char* key_of(const XLA_FFI_Attrs& attributes) noexcept {
     if (attributes.size == 0 || attributes.types[0] != XLA_FFI_AttrType_STRING) return nullptr;
     const auto& text = *static_cast<const XLA_FFI_ByteSpan*>(attributes.attrs[0]);
     return text.len == kKeyBytes ? text.ptr : nullptr;
   }
 
-  // Makes all threads forget: a site that they remember may be no more.
+  // Clears all threads' caches, because a cached site may be gone.
   static void forget() noexcept { generation_.fetch_add(1, std::memory_order_release); }
 
  private:
@@ -124,14 +124,14 @@ class RecentKernels {
   static inline constinit thread_local Slot slots_[kSlots] = {};
 };
 
-// The live site of a call of `kernel` with these attributes, or the one that `make` gives.
+// The live site of a call of `kernel` with these attributes, or the one from `make`.
 template <typename Make>
 std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const KernelCallee& kernel,
                                    Make&& make) {
   const char* key = RecentKernels::key_of(attributes);
   if (key == nullptr) {
     std::shared_ptr<BoundKernel> made = make();
-    made->remembered.store(false, std::memory_order_relaxed);  // nobody else has it yet
+    made->remembered.store(false, std::memory_order_relaxed);  // not shared yet
     return made;
   }
   Attributes contents = decode_attributes(attributes);
@@ -156,7 +156,7 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
 
 // --- For the CPU ---------------------------------------------------------------------------------
 
-// The kernel that a call names. Throws Error where that is another's: a gate, or one for `other`.
+// The kernel that a call names. Throws Error for another callee: a gate, or a kernel for `other`.
 template <typename Kernel>
 std::shared_ptr<Kernel> kernel_of(const Attributes& held, const std::string& program,
                                   const char* expected, const std::string& other) {
@@ -167,7 +167,7 @@ std::shared_ptr<Kernel> kernel_of(const Attributes& held, const std::string& pro
               "a gate, or a kernel only for " + other + ", of that name");
 }
 
-// Takes the kernel's attributes out of the call's. Throws Error.
+// Removes the kernel's attributes from the call's. Throws Error.
 std::unique_ptr<KernelSite> bind_kernel(KernelCallee& kernel, Attributes& held) {
   const auto groups = held.integers("groups");
   return kernel.bind(KernelSpec{std::string(held.text("signature")),
@@ -254,7 +254,7 @@ void KernelState::execute(XLA_FFI_CallFrame* frame) {
 
 // --- For CUDA ------------------------------------------------------------------------------------
 
-// One call site of one executable. CUDA's plugin has a registry of types of its own.
+// One call site of one executable. CUDA's plugin has its own registry of types.
 struct CudaKernelState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.cuda_kernel_state";
@@ -294,8 +294,8 @@ std::unique_ptr<CudaKernelState> CudaKernelState::make(const XLA_FFI_Attrs& attr
   return state;
 }
 
-// The blocks of one call, from XLA's allocator. They are given back when the call has been
-// enqueued: whoever gets them next uses them on the same stream, later.
+// The blocks of one call, from XLA's allocator. They are returned when the call has been enqueued:
+// the next owner uses them later on the same stream.
 class ScratchBlocks : Immovable {
  public:
   ScratchBlocks(const XLA_FFI_CallFrame& frame, std::span<const std::size_t> sizes)
@@ -304,7 +304,7 @@ class ScratchBlocks : Immovable {
     for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses_.data()[i]);
   }
 
-  // Once. Throws Error.
+  // Called once. Throws Error.
   std::span<const cuda::DevicePointer> allocate() {
     for (; count_ < sizes_.size(); ++count_) addresses_.data()[count_] = allocate(sizes_[count_]);
     return {addresses_.data(), count_};
@@ -317,7 +317,7 @@ class ScratchBlocks : Immovable {
     args.struct_size = XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE;
     args.ctx = frame_.ctx;
     args.size = bytes;
-    args.alignment = 16;  // XLA's most, and what CUDA's widest loads need
+    args.alignment = 16;  // XLA's maximum, and enough for CUDA's widest loads
     if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Allocate(&args))
       throw Error(ErrorCode::kInternal, "a kernel's scratch memory",
                   std::to_string(bytes) + " bytes on the device", take_message(frame_.api, error));
@@ -345,7 +345,7 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
       [[unlikely]]
     throw interrupted(state.callee().name());
   DecodedCall decoded(frame);
-  // The partition's number is looked at only where it matters.
+  // The partition's number is only read if it matters.
   ArrayView number = state.shards.take_operand(decoded);
   if (number.data != nullptr && !state.shards.all_run() &&
       !state.shards.runs(state.numbers.read(state.shards, number, device, stream))) [[unlikely]]
@@ -360,7 +360,7 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
 
 void CudaKernelState::execute(XLA_FFI_CallFrame* frame) {
   CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
-  TimelineSpan span("kernel", state.callee().name());  // of the host, which gives it to the stream
+  TimelineSpan span("kernel", state.callee().name());  // of the host, which enqueues the work
   settled_on_device(*frame, state.poison_on_error, state.callee(),
                     [&] { run_call(state, *frame); });
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buffer, and how others get at its memory: NumPy's protocol, Python's buffer protocol, DLPack, and
-// CUDA's array interface. The GIL is held.
+// Buffer, and the protocols for its memory: NumPy's, Python's buffer protocol, DLPack, and CUDA's
+// array interface. The GIL is held.
 //
-// On a GPU the arrays of a Buffer are written by work on XLA's stream that may not have run yet. A
-// consumer says in which stream it will use the memory, and that stream waits; nobody else does.
-// The default streams that consumers name are remembered: they live as long as the process, so
-// XLA's stream can be made to wait for them when the call ends.
+// On a GPU, work on XLA's stream that may not have run yet writes the arrays of a Buffer. A
+// consumer names the stream in which it will use the memory, and only this stream waits. The
+// default streams that consumers name are recorded: they live as long as the process, so XLA's
+// stream can wait for them when the call ends.
 #include "bindings/arrays/buffer.h"
 
 #include <nanobind/stl/optional.h>
@@ -32,7 +32,7 @@ std::string device_text(const Buffer& buffer) {
                     : "cpu:" + std::to_string(buffer.device);
 }
 
-// Throws where the memory has gone back to XLA.
+// Throws if XLA has taken the memory back.
 void check_alive(const Buffer& buffer) {
   if (buffer.ended)
     raise(PyExc_BufferError,
@@ -40,7 +40,7 @@ void check_alive(const Buffer& buffer) {
           "the running call");
 }
 
-// Throws for types of which several elements are in a byte; `what` is the method that was called.
+// Throws for packed types; `what` is the called method.
 void refuse_packed(const Buffer& buffer, const char* what) {
   if (!is_packed(buffer.view.dtype)) return;
   std::string text = std::string("Buffer.") + what + ": " + to_string(buffer.view) +
@@ -49,7 +49,7 @@ void refuse_packed(const Buffer& buffer, const char* what) {
   raise(PyExc_BufferError, text);
 }
 
-// For what reads or writes the memory on the host.
+// For functions that read or write the memory on the host.
 const Buffer& on_host(nb::handle self, const char* what) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   if (!buffer.gpu) return buffer;
@@ -59,15 +59,15 @@ const Buffer& on_host(nb::handle self, const char* what) {
                              "GPU by __dlpack__ or __cuda_array_interface__");
 }
 
-// NumPy's dtype of the elements. Throws where it has none.
+// NumPy's dtype of the elements. Throws if NumPy has none.
 nb::object dtype_of(const Buffer& buffer) {
   PyArray_Descr* descr = descr_of(buffer.view.dtype);
   if (descr == nullptr) raise(PyExc_TypeError, "Buffer.dtype: NumPy has no dtype for this type");
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
 }
 
-// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
-// have none that are not NumPy's own.
+// A type's letter in the struct module, for Python's buffer protocol; null for types that NumPy
+// lacks.
 const char* format_of(DType dtype) noexcept {
   constexpr std::pair<DType, const char*> kFormats[] = {
       {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
@@ -98,7 +98,7 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   auto& buffer = nb::cast<Buffer&>(nb::handle(self));
   const ArrayView& view = buffer.view;
   const char* format = format_of(view.dtype);
-  // True if the order of the dimensions makes no difference.
+  // True if the order of the dimensions doesn't matter.
   auto longer = [](std::int64_t extent) { return extent > 1; };
   bool fortran_too = view.size() == 0 || std::ranges::count_if(buffer.dims, longer) <= 1;
   std::string refused;
@@ -124,14 +124,15 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   out->itemsize = bits(view.dtype) / 8;
   out->readonly = buffer.readonly;
   out->ndim = view.rank;
-  // The protocol's fields are not const; consumers do not write to them.
+  // The protocol's fields are not const, but consumers don't write to them.
   if ((flags & PyBUF_FORMAT) != 0) out->format = const_cast<char*>(format);
   if ((flags & PyBUF_ND) != 0) out->shape = as_numpy(buffer.dims.data());
   if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = as_numpy(buffer.byte_strides.data());
   return 0;
 }
 
-// One element a byte, sign-extended for signed integers: the layout of ml_dtypes' int4 and friends.
+// One element per byte, sign-extended for signed integers: the layout of ml_dtypes' int4 and
+// similar types.
 nb::object unpack(nb::handle self) {
   const Buffer& buffer = on_host(self, "unpack");
   const ArrayView& view = buffer.view;
@@ -141,7 +142,7 @@ nb::object unpack(nb::handle self) {
   const auto* in = static_cast<const unsigned char*>(view.data);
   const auto width = static_cast<unsigned>(bits(view.dtype));
   const bool is_signed = name(view.dtype).starts_with("int");
-  for (std::size_t i = 0; i < view.size(); ++i) {  // the first of a byte is in its lowest bits
+  for (std::size_t i = 0; i < view.size(); ++i) {  // a byte's first element is in its lowest bits
     unsigned value = in[i * width / 8] >> (i * width % 8) & ((1U << width) - 1);
     if (is_signed && (value >> (width - 1)) != 0) value |= 0xffU << width;
     out[i] = static_cast<unsigned char>(value);
@@ -179,7 +180,7 @@ void pack(nb::handle self, nb::handle values) {
   raise(type, "Buffer.__dlpack__: " + why);
 }
 
-// An exported tensor with the Buffer that it keeps.
+// An exported tensor with the Buffer that it keeps alive.
 template <typename Managed>
 struct Export : Immovable {
   ~Export() {
@@ -206,13 +207,14 @@ Buffer& exportable(nb::handle self) {
   return buffer;
 }
 
-// As a capsule. A consumer that takes the tensor renames it; only an unused one is released here.
+// As a capsule. A consumer that takes the tensor renames the capsule; only an unused one is
+// released here.
 template <typename Managed>
 nb::object export_as(nb::object self, bool copied, [[maybe_unused]] std::uint64_t flags = 0) {
   const auto& from = nb::cast<const Buffer&>(self);
   const auto type = dlpack::data_type(from.view.dtype);
   if (!type) refuse_export("DLPack has no type for " + to_string(from.view));
-  if (copied) {  // of memory on the host
+  if (copied) {  // of host memory
     Buffer copy(from.view, from.readonly, from.device, nullptr);
     copy.detach();
     self = nb::cast(std::move(copy));
@@ -280,11 +282,11 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
                   "; use arrays=\"numpy\" for copies in host memory");
   }
   const bool versioned = !max_version.is_none() && nb::cast<Pair>(max_version).first >= 1;
-  // Version 0 can't say "read-only": its consumers get a copy of an input of the CPU.
+  // Version 0 can't express "read-only", so its consumers get a copy of an input on the CPU.
   const bool copied = want_copy || (!on_gpu && !versioned && buffer.readonly);
   if (on_gpu) {
-    // Never a copy: a consumer makes its own, on its own stream. One that asks for version 0 has no
-    // notion of read-only, as with arrays of other libraries that are never to be written.
+    // Never copies: a consumer copies on its own stream. Version 0 has no notion of read-only, as
+    // for other libraries' arrays that must not be written.
     if (want_copy)
       refuse_export(
           "copy: expected None or False on a GPU, where consumers copy on their own streams, got "
@@ -313,11 +315,11 @@ nb::dict cuda_array_interface(Buffer& buffer) {
   check_alive(buffer);
   const std::string type = to_string(buffer.view);
   if (!buffer.gpu) refuse_interface(type + " is on the CPU; use __array__ or ");
-  // Types of ml_dtypes have names that say something else.
+  // Types of ml_dtypes have misleading names.
   if (format_of(buffer.view.dtype) == nullptr)
     refuse_interface("the interface has no name for the elements of " + type + "; use ");
   std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
-  // Consumers don't say which stream they use; by default it is this one.
+  // Consumers don't name their stream; by default it is this one.
   buffer.gpu->default_streams |= 1u << 1;
   return dict_of("shape", tuple_of(buffer.dims), "typestr", dtype_of(buffer).attr("str"), "data",
                  nb::make_tuple(address, buffer.readonly), "strides", nb::none(), "version", 3,
@@ -378,8 +380,8 @@ void bind_buffer(nb::module_& module) {
              const dlpack::Device device = device_of(b);
              return std::pair<int, int>(device.device_type, device.device_id);
            })
-      // Zero copy also for an input and a consumer without a notion of read-only: for
-      // `arrays="torch"`, whose documentation says not to write.
+      // Zero-copy also for an input and a consumer without a notion of read-only, for
+      // `arrays="torch"`, whose documentation forbids writing.
       .def("_dlpack_unchecked",
            [](nb::object self) {
              exportable(self);
@@ -389,7 +391,7 @@ void bind_buffer(nb::module_& module) {
                    "The CUDA array interface, version 3. Raises AttributeError on the CPU, and for "
                    "dtypes that the interface lacks.");
   // Points `array`, a view of `old_data`'s memory that may outlive it, to the same offset in
-  // `new_data`. With `base`, the array holds it from now on.
+  // `new_data`. With `base`, the array keeps this object alive.
   module.def(
       "repoint",
       [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data, nb::object base) {

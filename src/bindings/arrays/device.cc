@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buffers and results on a GPU. The driver may make its caller wait for room in a stream's
-// queue, and what empties the queue may need the GIL: so none of its calls here is made with it.
+// Buffers and results on a GPU. The driver may block its caller until a stream's queue has room,
+// and the work that empties the queue may need the GIL. So no driver call here holds the GIL.
 //
-// DLPack is asked for results first, since it says which GPU an array is on and knows every type;
-// CUDA's array interface serves libraries that have nothing else.
+// DLPack comes first for results, because it names the array's GPU and supports every type. CUDA's
+// array interface serves libraries without DLPack.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -20,13 +20,13 @@
 namespace callgate::bindings {
 namespace {
 
-// An array on a GPU, by whatever protocol it came.
+// An array on a GPU, from any protocol.
 struct Foreign {
   const char* data = nullptr;
   int ordinal = 0;
-  std::string type;                          // as NumPy names it
-  std::vector<std::int64_t> shape, strides;  // the latter in bytes; none for a dense array
-  nb::object owner;                          // keeps the memory
+  std::string type;                          // NumPy's name
+  std::vector<std::int64_t> shape, strides;  // strides in bytes; none if dense
+  nb::object owner;                          // keeps the memory alive
 
   bool empty() const { return std::ranges::count(shape, 0) != 0; }
   bool dense(std::int64_t step) const {
@@ -37,7 +37,7 @@ struct Foreign {
   }
 };
 
-// The name of a DLPack type, for messages where no array of XLA's has it.
+// The name of a DLPack type, for messages about types that XLA lacks.
 std::string type_name(const dlpack::DataType& type) {
   for (int code = 1; code < static_cast<int>(kDTypeTableSize); ++code) {
     auto dtype = dtype_from_code(code);
@@ -54,7 +54,7 @@ nb::object capsule_of(nb::handle value, const DeviceCall& call) {
   } catch (nb::python_error& error) {
     if (!error.matches(PyExc_TypeError)) throw;
   }
-  return method(nb::arg("stream") = stream);  // of before DLPack's version 1
+  return method(nb::arg("stream") = stream);  // before DLPack's version 1
 }
 
 const dlpack::Tensor& tensor_of(nb::handle capsule) {
@@ -77,12 +77,12 @@ std::optional<Foreign> by_dlpack(nb::handle value, const DeviceCall& call) {
   auto type = nb::cast<int>(nb::int_(where[0]));
   if (type != dlpack::kCuda && type != dlpack::kCudaManaged) return {};
   Foreign array;
-  // The capsule is not consumed: as it dies, so does its hold on the memory.
+  // The capsule is not consumed; its destruction releases the memory.
   array.owner = capsule_of(value, call);
   const dlpack::Tensor& tensor = tensor_of(array.owner);
   auto rank = static_cast<std::size_t>(tensor.ndim);
   array.data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
-  // Managed memory is every GPU's.
+  // Managed memory belongs to every GPU.
   array.ordinal = type == dlpack::kCuda ? tensor.device.device_id : call.device->ordinal();
   array.type = type_name(tensor.dtype);
   array.shape.assign(tensor.shape, tensor.shape + rank);
@@ -133,7 +133,7 @@ std::optional<std::string> copy_from_gpu(const ArrayView& target, Foreign array,
     return got;
   if (!array.dense(bits(target.dtype) / 8))
     return got + " that is not dense and row-major; make it contiguous";
-  // With an alias the callable may return the very memory that it was given.
+  // With an alias, the callable may return the memory that it was given.
   if (target.nbytes() == 0 || array.data == target.data) return std::nullopt;
   without_gil([&] {
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
@@ -211,14 +211,14 @@ std::optional<std::string> store_on_device(const ArrayView& target, PyObject* va
 
 namespace {
 
-// An item of a feed on its way to a GPU. Made on the feed's thread, given on XLA's.
+// An item of a feed on its way to a GPU. Created on the feed's thread, delivered on XLA's.
 struct UploadHandle : Immovable {
   UploadHandle(int ordinal, const nb::sequence& arrays) {
     std::vector<ArrayView> types;
     for (nb::handle array : arrays) {
       std::optional<ArrayView> type = known_view(array);
       if (!type) raise(PyExc_TypeError, "Upload: expected NumPy arrays of a dtype of JAX");
-      types.push_back(*type);  // its data is not looked at
+      types.push_back(*type);  // its data is not read
     }
     without_gil([&] { upload = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
     std::size_t index = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Texts of results that do not fit, and the ranges of dtypes.
+// Texts for results that don't fit, and the ranges of dtypes.
 #include "bindings/arrays/results.h"
 
 #include <array>
@@ -7,7 +7,7 @@
 namespace callgate::bindings {
 namespace {
 
-// NumPy's or ml_dtypes' limits of a type of numbers: `min`, `max` and `eps`.
+// NumPy's or ml_dtypes' limits of a numeric type: `min`, `max` and `eps`.
 nb::object limits_of(DType dtype) {
   return nb::module_::import_("ml_dtypes")
       .attr(is_inexact(dtype) ? "finfo"
@@ -36,7 +36,7 @@ std::string describe(PyObject* value) {
   std::string text =
       type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));
   if (!masked) return text;
-  // The words of _core/masked.py.
+  // The text of _core/masked.py.
   return "a masked array (" + text +
          "), which XLA's arrays don't support; pass its filled(value), and its mask as a separate "
          "array if you need it";
@@ -70,7 +70,7 @@ std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {
 }
 
 std::pair<double, double> range_of(DType dtype) {
-  static std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: not known yet
+  static std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: unknown
   auto& range = ranges[static_cast<std::size_t>(dtype)];
   if (range.second == 0) {
     nb::object limits = limits_of(dtype);

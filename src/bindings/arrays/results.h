@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies a callable's results into XLA's memory. The GIL is held.
 //
-// An array of the declared type is copied once. Two kinds of others are converted, where no value
-// is outside of the declared type's range: integers of another width, and Python's own numbers,
-// which have no width.
+// An array of the declared type is copied once. Two other kinds are converted if all values are
+// within the declared type's range: integers of another width, and Python's own numbers, which have
+// no width.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,13 @@
 
 namespace callgate::bindings {
 
-// By the value's own conversion, such as __array__.
+// Uses the value's own conversion, such as __array__.
 inline nb::object array_of(PyObject* value) {
   return taken(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
 }
 
-// An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
-// Lists within more than `depth` others are no array to NumPy either; they may hold themselves.
+// True for a masked array, or a sequence that contains one, because results can't have a mask.
+// Lists nested more than `depth` deep aren't arrays for NumPy either, and may contain themselves.
 inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
   if (PyArray_CheckExact(value)) return false;
   if (PyArray_Check(value)) {
@@ -48,13 +48,14 @@ inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
   return false;
 }
 
-// A Python number: it has no width. NumPy's float64 and complex128 derive from Python's.
+// True for a Python number, which has no width. NumPy's float64 and complex128 derive from Python's
+// types.
 inline bool is_number(PyObject* value) {
   return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
-// `value` for messages: an array's type, "float32[3,4]", "a Python float 7.0", or the type's name
-// of what is no array of numbers. Throws Python's errors.
+// `value` for messages: an array's type "float32[3,4]", "a Python float 7.0", or the type's name of
+// other objects. Throws Python's errors.
 std::string describe(PyObject* value);
 
 // --- Values that the declared type may not hold
@@ -78,16 +79,16 @@ auto with_integers(PyArrayObject* array, Body&& body) {
 // "`came`, outside of int32's range, -2147483648 to 2147483647"
 std::string outside(DType dtype, const std::string& came);
 
-// Describes the array, if an integer of it does not fit into `target`, an array of others.
+// Describes the array if one of its integers doesn't fit into `target`, an array of another type.
 std::optional<std::string> misfit(nb::handle array, const ArrayView& target);
 
-// The numbers that a floating type can be given: those that round to one of its own.
+// The range of numbers that round to a finite value of a floating type.
 std::pair<double, double> range_of(DType dtype);
 
-// Stores a Python number as an element of a floating type; returns what came, where it is too
+// Stores a Python number as an element of a floating type; returns its description if it is too
 // large.
 inline std::optional<std::string> store_number(const ArrayView& target, PyObject* value) {
-  const auto [least, most] = range_of(target.dtype);  // imports: no error may be pending yet
+  const auto [least, most] = range_of(target.dtype);  // imports, so no error may be pending
   // The stable ABI has no Py_complex.
   std::complex<double> number{PyComplex_RealAsDouble(value), PyComplex_ImagAsDouble(value)};
   auto misfits = [&](double part) { return std::isfinite(part) && (part < least || part > most); };
@@ -106,9 +107,9 @@ inline std::optional<std::string> store_number(const ArrayView& target, PyObject
 
 // --- Storing
 
-// Copies `value` into the view's memory once, or returns what it is, where that is no array of the
-// view's shape and dtype. From other dtypes it converts integers to integers and a Python number to
-// one of a kind that includes it, and with `cast` what NumPy calls casts of the same kind.
+// Copies `value` into the view's memory once, or returns a description if it isn't an array of the
+// view's shape and dtype. Converts integers to integers, and a Python number to a kind that
+// includes it; with `cast`, also NumPy's casts of the same kind.
 inline std::optional<std::string> store(const ArrayView& target, PyObject* value, bool cast) {
   PyArray_Descr* want = descr_of(target.dtype);
   if (target.rank == 0 && want != nullptr && write_scalar(target.data, value, want))
@@ -119,11 +120,12 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
   if (!PyArray_Check(value)) {
     converted = array_of(value);
     value = converted.ptr();
-    if (is_masked(value)) return describe(given);  // what its __array__ gives
+    if (is_masked(value)) return describe(given);  // the result of its __array__
   }
   auto* array = as_array(value);
   if (!std::ranges::equal(shape_of(array), target.shape())) return describe(given);
-  // By number: the byte order of a returned array is its layout, as its strides are.
+  // By number, because the byte order of a returned array is part of its layout, as its strides
+  // are.
   const int have = PyArray_DESCR(array)->type_num;
   bool same = PyArray_DESCR(array) == want || PyArray_EquivTypenums(have, want->type_num);
   if (!same && is_number(given) && is_inexact(target.dtype) &&
@@ -142,7 +144,7 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
   }
   if (target.nbytes() == 0) return std::nullopt;
   if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {
-    // With an alias the callable may return the very memory that it was given.
+    // With an alias, the callable may return the memory that it was given.
     copy_to(target, PyArray_DATA(array));
     return std::nullopt;
   }

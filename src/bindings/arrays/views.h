@@ -26,7 +26,7 @@
 
 namespace callgate::bindings {
 
-// NumPy's dtype of each code; null for those without one. Filled once at import.
+// NumPy's dtype of each code; null for codes without one. Filled once at import.
 inline constinit std::array<PyArray_Descr*, kDTypeTableSize> descriptors{};
 inline PyArray_Descr* descr_of(DType dtype) { return descriptors[static_cast<std::size_t>(dtype)]; }
 
@@ -37,8 +37,8 @@ inline void* data_of(nb::handle array) { return PyArray_DATA(as_array(array)); }
 
 nb::tuple tuple_of(std::span<const std::int64_t> numbers);
 
-// Extents and strides as views have them, and as NumPy and Python do: 64 bits, but on macOS two
-// types.
+// Extents and strides have 64 bits in views, in NumPy and in Python; only on macOS the types
+// differ.
 static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
 template <typename Extent>  // const or not
 auto* as_numpy(Extent* extents) noexcept {
@@ -49,8 +49,8 @@ inline const std::int64_t* from_numpy(const npy_intp* extents) noexcept {
   return reinterpret_cast<const std::int64_t*>(extents);
 }
 
-// NumPy's array by its address and type, whatever its strides are; nothing for other objects, and
-// for a dtype that JAX doesn't have.
+// A NumPy array by its address and type, for any strides; empty for other objects, and for dtypes
+// that JAX lacks.
 inline std::optional<ArrayView> known_view(nb::handle object) {
   if (!PyArray_Check(object.ptr())) return std::nullopt;
   auto* array = as_array(object);
@@ -63,7 +63,7 @@ inline std::optional<ArrayView> known_view(nb::handle object) {
   return std::nullopt;
 }
 
-// An array of the view's type, over `data`, or over memory of its own where that is null.
+// An array of the view's type over `data`, or over its own memory if `data` is null.
 inline nb::object new_array(const ArrayView& view, void* data, int flags) {
   PyArray_Descr* descr = descr_of(view.dtype);
   if (descr == nullptr)
@@ -82,7 +82,7 @@ inline std::span<const std::int64_t> shape_of(PyArrayObject* array) {
   return {from_numpy(PyArray_DIMS(array)), static_cast<std::size_t>(PyArray_NDIM(array))};
 }
 
-// XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
+// XLA may give no memory to an empty array, and null would make NumPy allocate.
 alignas(64) inline char empty_memory[64];
 
 // A new array over the view's memory. Throws for packed or unknown dtypes.
@@ -97,26 +97,26 @@ inline nb::object make_array(const ArrayView& view, bool writable, PyObject* bas
 
 // As above, with the base that all views of XLA's memory share.
 inline nb::object make_view(const ArrayView& view, bool writable) {
-  // Nothing to ask for memory. One for the process.
+  // Provides no buffer. One for the process.
   static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   return make_array(view, writable, base);
 }
 
-// Writes what NumPy's functions make of arrays of rank 0: a scalar of the very type. False for all
-// else.
+// Writes a NumPy scalar of exactly the array's type, the result of NumPy's functions for arrays of
+// rank 0. False for all other values.
 inline bool write_scalar(void* to, PyObject* value, const PyArray_Descr* type) {
   if (Py_TYPE(value) != type->typeobj || !PyTypeNum_ISNUMBER(type->type_num)) return false;
   PyArray_ScalarAsCtype(value, to);
   return true;
 }
 
-// A view that nobody else holds, kept for the next call of its site: to point it elsewhere costs
-// far less than to make one.
+// A view without other owners, kept for the site's next call: redirecting it is much cheaper than
+// creating one.
 class SpareView {
  public:
   nb::object take(const ArrayView& view, bool writable) {
     PyArrayObject* kept = as_array(array_.get());
-    // No longer where the callable has changed the array itself: by `x.shape = `, setflags() or so.
+    // The callable may have changed the array itself, by `x.shape = `, setflags() or similar.
     if (kept == nullptr || PyArray_FLAGS(kept) != flags_ ||
         PyArray_DESCR(kept) != descr_of(view.dtype) ||
         !std::ranges::equal(shape_of(kept), view.shape())) {
@@ -127,7 +127,7 @@ class SpareView {
     fields(kept)->data = static_cast<char*>(view.data != nullptr ? view.data : empty_memory);
     return nb::steal(array_.release());
   }
-  // A view of take()'s. With a weak reference to it, it dies with its call.
+  // A view from take(). A view with a weak reference dies with its call.
   void keep(nb::object view) {
     if (fields(as_array(view))->weakreflist == nullptr) array_ = late(std::move(view));
   }
@@ -138,12 +138,12 @@ class SpareView {
   }
 
   LateReference array_;
-  int flags_ = 0;  // when it was made
+  int flags_ = 0;  // at its creation
 };
 
 // A new array that owns a copy of the view's memory.
 inline nb::object make_copy(const ArrayView& view) {
-  // From this size on a copy is aligned as XLA aligns: JAX then takes its memory over as it is.
+  // Copies of this size or more have XLA's alignment, so JAX can use their memory zero-copy.
   constexpr std::size_t kAlignedCopy = 1 << 16, kAlignment = 64;
   const std::size_t bytes = view.nbytes();
   if (bytes >= kAlignedCopy && !is_packed(view.dtype)) {
@@ -161,10 +161,11 @@ inline nb::object make_copy(const ArrayView& view) {
 
 // --- What Python hands to the runtime itself, outside of any program
 
-// A contiguous array, borrowed. Throws Error for anything else; `what` is expected to be one.
+// A contiguous array, borrowed. Throws Error for other values; `what` names the array in the
+// message.
 ArrayView view_of(nb::handle object, const char* what);
 
-// Strings, dictionaries of these, and arrays: of rank 0 numbers, of rank 1 arrays of numbers.
+// Strings, dictionaries of these, and arrays: rank 0 gives numbers, rank 1 gives arrays of numbers.
 Attributes attributes_of(const nb::dict& values);
 
 }  // namespace callgate::bindings

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Channels, taps and consumers as Python holds them. Whatever waits gives the GIL up meanwhile, and
-// looks for signals now and then.
+// Channels, taps and consumers for Python. Waits release the GIL and regularly check for signals.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -29,8 +28,8 @@ namespace {
 using Clock = Channel::Clock;
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over, and in a fork's
-// child, where nobody is left to wait for. Raises what a signal handler raises.
+// Calls `wait(slice)` until it returns true. False if `timeout` (seconds) is over, and in a fork's
+// child, where no thread would end the wait. Raises the exception of a signal handler.
 template <typename Wait>
 bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
   auto deadline = Clock::now() + seconds_of(timeout.value_or(0));
@@ -74,12 +73,12 @@ std::shared_ptr<Channel> open_channel(std::string name, std::size_t capacity,
   ChannelSlot& slot = Channels::instance().slot(name);
   auto channel = std::make_shared<Channel>(
       ChannelOptions{std::move(name), capacity, parse_on_full(on_full), rate}, &report_error);
-  without_gil([&] { slot.open(channel); });  // it waits for senders
+  without_gil([&] { slot.open(channel); });  // waits for senders
   return channel;
 }
 
 bool close(Channel& channel, std::optional<double> timeout) {
-  if (Channel::abandoned()) return true;  // the parent's is open; locks may be held for ever
+  if (Channel::abandoned()) return true;  // the parent's is open; locks may never be released
   without_gil([&] { Channels::instance().slot(channel.options().name).vacate(channel); });
   return wait_in_slices(timeout, [&](Clock::duration slice) { return channel.close(slice); });
 }
@@ -99,8 +98,8 @@ struct TapHandle : Handle<TapCallee> {
   TapHandle(std::string name, const std::string& channel, std::shared_ptr<Consumer> consumer)
       : Handle(std::make_shared<TapCallee>(std::move(name), channel, std::move(consumer))) {}
 
-  // A record from Python: what programs that cannot call the runtime send through JAX's callbacks.
-  // `key` stands for `held`, all that the program's call of the tap holds.
+  // A record from Python, from programs that can't call the runtime and use JAX's callbacks
+  // instead. `key` identifies `held`, the attributes of the program's tap call.
   void send(const std::string& key, const nb::dict& held, std::int64_t device,
             const std::vector<nb::object>& arrays) {
     std::vector<ArrayView> views;
@@ -123,7 +122,7 @@ struct TapHandle : Handle<TapCallee> {
     without_gil([&] { site->run(Call{views, {}, context}); });  // the channel may be full
   }
 
-  // For Python's cycle collector: the consumer of a tap that no executable has.
+  // For Python's cycle collector: the consumer of a tap without executables.
   int visit(visitproc visit, void* arg) const {
     return visit_consumer(callee->consumer(), visit, arg);
   }
@@ -132,7 +131,7 @@ struct TapHandle : Handle<TapCallee> {
   std::map<std::string, std::shared_ptr<Site>> sites;
 };
 
-// For Python's cycle collector, as a callee's handle (bindings/python/handle.h).
+// For Python's cycle collector, as for a callee's handle (bindings/python/handle.h).
 int traverse_consumer(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   return nb::inst_ready(self) ? visit_consumer(nb::inst_ptr<Consumer>(self), visit, arg) : 0;
@@ -157,7 +156,7 @@ void bind_channel(nb::module_& module) {
           "close", [](Consumer& consumer) { without_gil([&] { consumer.close(); }); },
           "No record follows; after it was removed from its channel.");
   module.def("set_consumer_failed", [](nb::callable hook) {
-    g_on_error = hook.release().ptr();  // held for the life of the process
+    g_on_error = hook.release().ptr();  // held for the process's life
   });
   nb::class_<Channel>(module, "Channel", nb::is_weak_referenceable(),
                       "The runtime's handle on an open channel.")
@@ -172,7 +171,7 @@ void bind_channel(nb::module_& module) {
            })
       .def("remove",
            [](Channel& channel, Consumer& consumer) {
-             // It waits for what is in delivery.
+             // Waits for the records in delivery.
              const std::uint64_t delivery =
                  without_gil([&] { return channel.request_removal(consumer.shared_from_this()); });
              wait_in_slices(std::nullopt, [&](Clock::duration slice) {

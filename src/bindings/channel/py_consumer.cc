@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python function as a consumer. It deals with exceptions of user code itself; one that leaves
-// it, or that making its arrays raises, loses the records of that call, which are counted, and is
-// reported by the channel. `consume` runs on the channel's thread and takes the GIL once a batch.
+// A Python function as a consumer. It handles exceptions of user code itself. Another exception,
+// such as from creating the arrays, loses the records of that call; the losses are counted, and the
+// channel reports them. `consume` runs on the channel's thread and takes the GIL once per batch.
 //
 // The function gets the records of one source, as copies that it may keep, in one of two forms:
 //   rows     function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
-// `source` is (id, name, role, description, sizes of the batch levels). `control`, if not None, is
+// `source` is (id, name, role, description, sizes of the batch levels). `control`, unless None, is
 // called with "flush" and "close". With `one_by_one` it calls the user for each row: see Consumer.
 #include "bindings/channel/py_consumer.h"
 
@@ -36,8 +36,8 @@ nb::tuple about_source(const Source& source) {
                         tuple_of(source.lanes.sizes()));
 }
 
-// An array of the consumer's own: in the record's memory where that is lent and little else is in
-// it, or what a consumer keeps of a record would hold on to all of the rest.
+// An array that the consumer owns. It uses the record's memory if this is lent and has little other
+// data, since a kept array keeps all of that memory alive.
 nb::object own_array(const ArrayView& view, const Source& source,
                      const std::shared_ptr<void>& lent) {
   if (!lent || 2 * view.nbytes() < source.payload_bytes || is_packed(view.dtype))
@@ -60,7 +60,7 @@ nb::list device_leaves(const Record& record, std::span<const ArrayView> whole) {
   return leaves;
 }
 
-// A leaf of a lane as (Buffer of all lanes, first element, shape).
+// A lane's leaf as (Buffer of all lanes, first element, shape).
 nb::tuple part_of(const nb::handle& buffer, const ArrayView& whole, const ArrayView& leaf) {
   auto bytes = static_cast<const char*>(leaf.data) - static_cast<const char*>(whole.data);
   return nb::make_tuple(buffer, bytes * 8 / bits(leaf.dtype), tuple_of(leaf.shape()));
@@ -92,13 +92,13 @@ nb::list rows_of(const Source& source, std::span<const Record> records) {
   return rows;
 }
 
-// A lane that was sent.
+// A sent lane.
 struct Row {
   const Record* record;
   std::int64_t lane;
 };
 
-// An array of one number a row, of 64 bits.
+// An array with one 64-bit number per row.
 template <typename Number>
 nb::object column(const std::vector<Row>& rows, Number&& number) {
   constexpr bool kSigned = std::is_signed_v<std::invoke_result_t<Number, const Row&>>;
@@ -118,11 +118,11 @@ nb::tuple numbers_of(const std::vector<Row>& rows) {
                         of(&Record::flags));
 }
 
-// Each leaf of the rows of these records as one array.
+// Each leaf of these records' rows as one array.
 nb::tuple stacks_of(std::span<const Record> records, const std::vector<Row>& rows) {
   RecordViews views(*records.front().source);
   nb::list stacks;
-  std::vector<char*> next;  // where the next row of each is
+  std::vector<char*> next;  // the next row of each
   std::shared_ptr<void> lent = rows.size() == 1 ? Channel::lend(*rows[0].record) : nullptr;
   auto add_stack = [&](const ArrayView& leaf) {
     std::vector<npy_intp> dims{static_cast<npy_intp>(rows.size())};
@@ -163,17 +163,17 @@ class PyConsumer final : public Consumer {
 
   void consume(std::span<const Record> records) override {
     ActiveCall active;
-    if (!active.entered()) return;  // Python is ending: it must not be touched
+    if (!active.entered()) return;  // Python is ending, and must not be called
     if (function_ == nullptr) return;
     if (stacked_) records = by_source(records);
     GilScope gil;
-    // One call for the records of one source. A large record whose memory is lent goes alone:
-    // stacked with others, it would have to be copied.
+    // One call per source. A large record with lent memory is passed alone, because stacking it
+    // would copy it.
     auto goes_with = [&](const Record& record) {
       bool alone = stacked_ && Channel::lend(record) != nullptr;
       return std::pair(record.source, alone ? &record : nullptr);
     };
-    FirstError errors;  // those of other sources are delivered whatever the first ones raise
+    FirstError errors;  // records of other sources are still delivered
     each_run(records, goes_with,
              [&](std::span<const Record> run) { errors.survives([&] { consume_or_lose(run); }); });
     errors.rethrow();
@@ -185,7 +185,7 @@ class PyConsumer final : public Consumer {
     return 0;
   }
 
-  // The references die here, not later: the GIL is held.
+  // The references die here, with the GIL, and not later.
   void drop() {
     PyObject* function = function_.release();
     PyObject* control = control_.release();
@@ -213,7 +213,7 @@ class PyConsumer final : public Consumer {
     throw std::runtime_error(error.what());
   }
 
-  // The records of each source together, in their order, unless the order of all matters.
+  // Groups the records by source, in their order, unless the order of all matters.
   std::span<const Record> by_source(std::span<const Record> records) {
     const Source* first = records.front().source;
     if (std::ranges::all_of(records, [&](const Record& one) { return one.source == first; }) ||
@@ -225,7 +225,7 @@ class PyConsumer final : public Consumer {
     return sorted_;
   }
 
-  // Throws what one call raised as an error of C++'s.
+  // Throws a call's exception as a C++ error.
   void consume_or_lose(std::span<const Record> run) try {
     consume_some(*run.front().source, run);
   } catch (const nb::python_error& error) {
@@ -256,17 +256,17 @@ class PyConsumer final : public Consumer {
       done = call_python(function_.get(), "OOO", about.ptr(), numbers.ptr(), stacks.ptr());
     }
     if (!done.is_valid()) nb::raise_python_error();
-    // How many of them the consumer raised for; None where nobody counted.
+    // The number of records for which the consumer raised; None if it didn't count.
     const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
     if (failed > 0) lose(static_cast<std::uint64_t>(failed));
   }
 
-  LateReference function_, control_;  // the latter may be None
+  LateReference function_, control_;  // control_ may be None
   bool stacked_;
-  std::vector<Record> sorted_;  // those of one call of consume()
+  std::vector<Record> sorted_;  // of one call of consume()
 };
 
-// The consumer, if it is one in Python with a single owner.
+// The consumer, if it is a Python one with a single owner.
 template <typename C>
 auto* owned_once(C* consumer) {
   using Of = std::conditional_t<std::is_const_v<C>, const PyConsumer, PyConsumer>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python calls these with the GIL; files are opened, written and closed without it.
+// Python calls these functions with the GIL. They open, write and close files without it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -34,7 +34,7 @@
 namespace callgate::bindings {
 namespace {
 
-// Reads what a Stats sink has counted, from any thread, for as long as either of them lives.
+// Reads a Stats sink's statistics, from any thread, as long as the sink or the reader lives.
 struct StatsReader {
   std::shared_ptr<StatsSink> sink;
 };
@@ -61,8 +61,8 @@ nb::dict to_dict(const Summary& summary) {
                  summary.histogram.above);
 }
 
-// A new file of a sink in Python, which this process alone writes from now on. One that another
-// writes is a FileExistsError.
+// A new file of a Python sink, which only this process writes from now on. A file with another
+// writer raises FileExistsError.
 template <typename Claimed, typename... Arguments>
 Claimed* claim(const Arguments&... arguments) try {
   return without_gil([&] {
@@ -75,7 +75,8 @@ Claimed* claim(const Arguments&... arguments) try {
   raise(PyExc_FileExistsError, error.what());
 }
 
-// Appends whole lines; returns how many are in the file, and why not all of them are, or "".
+// Appends whole lines. Returns the number of lines in the file, and the reason if some are missing,
+// or "".
 std::pair<std::uint64_t, std::string> append_lines(LineFile& file, const std::string& lines) {
   std::uint64_t written = 0;
   try {
@@ -95,18 +96,18 @@ nb::dict read_stats(const StatsReader& reader) {
   return out;
 }
 
-// `RecordWriter`: hands records that Python made to a native consumer, in the form in which a
-// channel does. For sinks that are used without a channel.
+// `RecordWriter` passes records made by Python to a native consumer, in the form of a channel. For
+// sinks that are used without a channel.
 //
-// A record of one lane is written as a batch of which `where` sends this lane alone: consumers see
-// lanes in no other way. A writer is used by one thread at a time, and not while a channel feeds
-// its consumer. The consumer runs without the GIL.
+// A record of one lane is written as a batch in which `where` sends only this lane, because
+// consumers know lanes only in this form. A writer is used by one thread at a time, and not while a
+// channel feeds its consumer. The consumer runs without the GIL.
 //
-// One leaf as Python gives it: its path as keystr writes it, the code of its dtype, its extents,
-// and its bytes as XLA would have them.
+// One leaf from Python: its path as written by keystr, the code of its dtype, its extents, and its
+// bytes in XLA's layout.
 using LeafArgument = std::tuple<std::string, int, std::vector<std::int64_t>, nb::bytes>;
 
-// Which part of a whole array a leaf is: the extents of that, and where the leaf begins.
+// A leaf's part of a whole array: the whole extents, and the leaf's start.
 using PartArgument = std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>>;
 
 struct alignas(kRecordAlignment) Block {
@@ -119,7 +120,7 @@ void add_leaf(Source& source, std::string path, DType dtype,
              {nullptr, dims.data(), static_cast<std::int32_t>(dims.size()), dtype});
 }
 
-// Extents of batch levels that have the lane; few of them, so that many lanes share a source.
+// Extents of batch levels that contain the lane; few distinct ones, so many lanes share a source.
 std::vector<std::int64_t> levels_of(const std::vector<std::int64_t>& lane) {
   std::vector<std::int64_t> levels;
   for (std::int64_t index : lane) {
@@ -130,7 +131,7 @@ std::vector<std::int64_t> levels_of(const std::vector<std::int64_t>& lane) {
   return levels;
 }
 
-class RecordWriter : Immovable {  // consumers know sources by their address
+class RecordWriter : Immovable {  // consumers identify sources by address
  public:
   explicit RecordWriter(std::shared_ptr<Consumer> consumer) : consumer_(std::move(consumer)) {}
 
@@ -154,7 +155,7 @@ class RecordWriter : Immovable {  // consumers know sources by their address
     for (std::size_t level = 0; level < lane.size(); ++level)
       position = position * levels[level] + lane[level];
     if (from.has_where) payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
-    const std::uint32_t of_shard = parts.empty() ? 0U : 1U << kShardBit;  // its source's only one
+    const std::uint32_t of_shard = parts.empty() ? 0U : 1U << kShardBit;  // the source's only shard
     const std::uint32_t flags = (repeated ? std::uint32_t{kRepeated} : 0U) | of_shard;
     const Record record{&from, seq, time_ns, run, device, flags, payload};
     without_gil([&] { consumer_->consume({&record, 1}); });
@@ -183,20 +184,20 @@ class RecordWriter : Immovable {  // consumers know sources by their address
     for (const auto& [whole, start] : parts) made->parts.push_back({whole, {start}});
     if (!levels.empty()) {
       const std::size_t operands = leaves.size() + 1;
-      std::vector<std::int64_t> masks(levels.size() * operands, 0);  // `where` alone is batched
+      std::vector<std::int64_t> masks(levels.size() * operands, 0);  // only `where` is batched
       for (std::size_t i = leaves.size(); i < masks.size(); i += operands) masks[i] = 1;
       made->lanes = Lanes(levels, masks);
       made->has_where = true;
       add_leaf(*made, "", DType::kPred, levels);
     }
     const auto [found, is_new] = sources_.insert(std::move(made));
-    // Counts down from the top: the channels' sources count up. Unique, in no order with anything.
+    // Counts down from the top, because the channels' sources count up. Unique, without order.
     static std::atomic<std::uint64_t> next_id{std::numeric_limits<std::uint64_t>::max()};
     if (is_new) (*found)->id = next_id.fetch_sub(1, std::memory_order_relaxed);
     return **found;
   }
 
-  // By all that a source consists of; the last leaf's extents are the levels.
+  // By everything that a source consists of; the last leaf's extents are the levels.
   struct Less {
     static auto key(const Source& of) {
       return std::tie(of.name, of.description, of.role, of.value_leaves, of.leaves, of.parts);
@@ -231,7 +232,7 @@ void bind_sinks(nb::module_& module) {
            }),
            nb::arg("who"), nb::arg("path"))
       .def("close", [](File& file) { without_gil([&] { file.close(); }); })
-      .def("remove", [](File& file) {  // of a file that is there for the claim alone
+      .def("remove", [](File& file) {  // of a file created only for the claim
         without_gil([&] {
           ::unlink(file.path().c_str());
           file.close();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Readers release the GIL while they read and wait; arrays handed out are copies.
+// Readers release the GIL while they read and wait; arrays passed to Python are copies.
 #include "callgate/stream.h"
 
 #include <nanobind/stl/pair.h>
@@ -37,16 +37,16 @@ nb::object copy_of(const char* data, const std::vector<std::int64_t>& dims, DTyp
 
 nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
   std::optional<DType> dtype = dtype_from_code(static_cast<int>(leaf.code & 0xFFFFU));
-  // The file says both; the element size is what its frames have been checked with.
+  // The file states both; its frames have been checked with the element size.
   bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
                name(*dtype) == leaf.dtype;
-  // Otherwise as bytes. callgate._stream makes arrays of those that pack their elements.
+  // Otherwise as bytes. callgate._stream converts packed elements to arrays.
   if (!known || is_packed(*dtype))
     return copy_of(record.data(leaf), {static_cast<std::int64_t>(leaf.nbytes)}, DType::kU8);
   return copy_of(record.data(leaf), leaf.dims, *dtype);
 }
 
-// Text of a file: whatever is no UTF-8 is replaced.
+// Text of a file; invalid UTF-8 is replaced.
 nb::object utf8(const std::string& text) {
   return taken(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
@@ -58,15 +58,16 @@ nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
         nb::make_tuple(utf8(leaf.path), utf8(leaf.dtype), leaf.bits, tuple_of(leaf.dims)));
   for (const stream::Level& level : source.levels)
     levels.append(nb::make_tuple(level.size, utf8(level.mask)));
-  // The process's index is of the session that described it; -1: not known.
+  // The process's index is the describing session's; -1 if unknown.
   return dict_of("id", source.id, "name", utf8(source.name), "description",
                  utf8(source.description), "role", source.role, "levels", levels, "leaves", leaves,
                  "value_leaves", source.value_leaves, "has_where", source.has_where,
                  "process_index", process_index);
 }
 
-// A reader that one thread uses at a time: a second one gets an error, but may close it, which ends
-// the first one's wait. All members are touched under the GIL, but `reader_` by the thread in use.
+// A reader that one thread uses at a time. A second thread gets an error, but may close the reader,
+// which ends the first one's wait. All members are accessed under the GIL, except `reader_`, which
+// the using thread accesses.
 class StreamReader : Immovable {
  public:
   explicit StreamReader(std::string of) : address(std::move(of)) {
@@ -79,14 +80,14 @@ class StreamReader : Immovable {
     int fd = -1;
     while ((fd = outside([&] { return connect_stream(parsed).release(); })) < 0)
       if (PyErr_CheckSignals() != 0)
-        nb::raise_python_error();  // else a signal ended the wait alone
+        nb::raise_python_error();  // otherwise a signal only ended the wait
     reader_ = outside([&] {
       make_nonblocking(fd);
       return std::make_unique<stream::Reader>(fd);
     });
   }
 
-  // At most `limit` records that are there; waits for the first one.
+  // At most `limit` available records; waits for the first one.
   nb::list read(double timeout, std::size_t limit) {
     Use use(*this);
     auto deadline = Clock::now() + seconds_of(std::min(timeout, 1e9));
@@ -100,7 +101,7 @@ class StreamReader : Immovable {
                                          ": the writer refused the connection: " + error.what());
       } catch (const Error&) {
         if (records.empty()) throw;
-        break;  // the records before the damage first: the next call meets it again
+        break;  // first the records before the damage; the next call meets it again
       }
       note_state();
       if (record) {
@@ -120,7 +121,7 @@ class StreamReader : Immovable {
     return records;
   }
 
-  // Reads all that is there, for its descriptions alone.
+  // Reads all available records, only for their descriptions.
   void scan() {
     Use use(*this);
     outside([&] {
@@ -145,7 +146,7 @@ class StreamReader : Immovable {
   }
 
   const std::string address;
-  // Known without touching the reader, for any thread that has the GIL.
+  // Known without the reader, for any thread with the GIL.
   bool closed = false, ended = false;
   std::uint64_t offset = 0;
   std::uint32_t process = 0;
@@ -157,7 +158,7 @@ class StreamReader : Immovable {
     nb::object dict;  // of its records, from the first one on
   };
 
-  // The time in which a thread uses the reader.
+  // The time during which a thread uses the reader.
   struct Use : Immovable {
     explicit Use(StreamReader& of) : reader(of) {
       if (reader.close_requested_) reader.refuse("it has been closed");
@@ -177,14 +178,14 @@ class StreamReader : Immovable {
     throw Error(ErrorCode::kInvalidArgument, "stream '" + address + "': " + reason);
   }
 
-  // Without the GIL; names the stream in what the reader throws.
+  // Runs without the GIL; adds the stream's name to the reader's exceptions.
   template <typename Step>
   auto outside(Step&& step) const -> decltype(step()) try {
     return without_gil(step);
   } catch (const Error&) {
     throw;
   } catch (const stream::RefusedError&) {
-    throw;  // the connection's fault: read() says so
+    throw;  // the connection's fault, which read() reports
   } catch (const std::runtime_error& error) {
     refuse(error.what());
   }
@@ -204,7 +205,8 @@ class StreamReader : Immovable {
         seen_.push_back({source, reader_->session().process_index, {}});
   }
 
-  // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
+  // (source, seq, time_ns, run, device, flags, arrays), with the same dict for all records of a
+  // source.
   nb::object tuple_of(const stream::Record& record) {
     remember_sources();
     Seen& seen = seen_[places_.at(record.source.get())];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of a callable for the arrays of one lane. The GIL is held in all of these.
+// The arguments of a callable for one lane's arrays. The GIL is held in all of these.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace callgate::bindings {
 
-// New references to the arrays of one lane, as arguments; small calls stay on the stack.
+// New references to one lane's arrays, as arguments; small calls stay on the stack.
 class Arguments : Immovable {
  public:
   explicit Arguments(std::size_t capacity) : room_(capacity) {}
@@ -30,7 +30,7 @@ class Arguments : Immovable {
   std::size_t count_ = 0;
 };
 
-// The views of one kind of a call, and the memory that they show.
+// The views of one kind in a call, and their memory.
 struct Views : Arguments {
   Views(const char* of_kind, std::span<const ArrayView> shown, bool is_own)
       : Arguments(shown.size()), kind(of_kind), memory(shown), own(is_own) {}
@@ -46,7 +46,7 @@ struct Views : Arguments {
 
   const char* kind;
   std::span<const ArrayView> memory;
-  bool own;               // private ones, which may outlive the call
+  bool own;               // private copies, which may outlive the call
   bool reusable = false;  // by the site's next call
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recordings of calls whose arrays stay on a GPU: the tape gets copies of them on the host. XLA's
-// stream is waited for before the call and after it.
+// Recordings of calls whose arrays stay on a GPU: the tape gets copies on the host. Waits for XLA's
+// stream before and after the call.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace callgate::bindings {
 
-// As on_tape(), of a call on a GPU. Under the GIL; throws Error, too.
+// As on_tape(), for a call on a GPU. Under the GIL; also throws Error.
 template <typename Make>
 void on_tape_of_device(const std::string& gate, const SiteSpec& site, std::int64_t lane,
                        std::span<const ArrayView> operands, std::span<ArrayView> results,

@@ -37,7 +37,7 @@ namespace {
 
 using CalleeHandle = Handle<PyCallee>;
 
-// Items as Python sees them: lists of NumPy arrays on their way in, bytes on their way out.
+// Items for Python: lists of NumPy arrays on their way in, bytes on their way out.
 struct ItemQueueHandle {
   ItemQueueHandle(std::vector<std::size_t> bytes, std::size_t most, std::size_t refill)
       : queue(std::make_shared<ItemQueue>(std::move(bytes), most, refill)) {}
@@ -99,11 +99,11 @@ struct ItemQueueHandle {
   }
 
   std::shared_ptr<ItemQueue> queue;
-  bool awaited = false;  // somebody waits in Python
+  bool awaited = false;  // a call waits in Python
 
  private:
   bool put(std::span<const void* const> memory, std::size_t total) const {
-    constexpr std::size_t kLong = 1 << 16;  // bytes, from which a copy lets others have the GIL
+    constexpr std::size_t kLong = 1 << 16;  // bytes; larger copies release the GIL
     if (total < kLong) return queue->put(memory);
     return without_gil([&] { return queue->put(memory); });
   }
@@ -223,7 +223,7 @@ void bind_context(nb::module_& module) {
                    "empty if the mesh is unknown.");
 }
 
-// Settings of the process that watch calls, and traces.
+// Process settings that watch calls and traces.
 void bind_settings(nb::module_& module) {
   auto set = [](int bit, bool on) {
     // Relaxed: see Settings.
@@ -274,7 +274,7 @@ void bind_settings(nb::module_& module) {
 }  // namespace
 
 void bind_gate(nb::module_& module) {
-  struct Registered {  // for the life of the process
+  struct Registered {  // for the process's life
     std::shared_ptr<Callee> callee = std::make_shared<AfterCallee>();
   };
   Registry::instance().add(immortal<Registered>().callee);

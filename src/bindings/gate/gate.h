@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python callable as a Callee: what a gate is at run time.
+// A Python callable as a Callee: a gate at run time.
 //
-// PyCallee holds the callable and its options, and outlives the Gate in Python for as long as some
-// executable can still call it; gate_site.cc is one call site of it.
+// PyCallee holds the callable and its options. It outlives the Python Gate as long as an executable
+// can still call it. gate_site.cc has its call sites.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@
 
 namespace callgate::bindings {
 
-// Clocks are read only while timing or a trace is on.
+// Clocks are only read while timing or a trace is on.
 template <typename Count>
 struct CountersOf {
   Count calls{0}, errors{0}, bytes{0}, python_ns{0}, gil_wait_ns{0};
@@ -34,12 +34,12 @@ struct CountersOf {
 using Counters = CountersOf<std::int64_t>;  // under the GIL
 using SharedCounters = CountersOf<std::atomic<std::int64_t>>;
 
-// Debug and watch settings of the process. Relaxed throughout: a late reader misses a call or two.
+// Debug and watch settings of the process. Relaxed throughout: a late reader misses a few calls.
 struct Settings {
   static constexpr int kTiming = 1, kTracing = 2, kProfiling = 4;
   std::atomic<int> recorded{0};           // of calls
-  std::atomic<bool> check_writes{false};  // checksum inputs around each call
-  std::atomic<std::int64_t> stall_ns{0};  // report calls that take longer; 0 for never
+  std::atomic<bool> check_writes{false};  // compares checksums of inputs around each call
+  std::atomic<std::int64_t> stall_ns{0};  // reports slower calls; 0 for never
 };
 inline constinit Settings settings;
 
@@ -49,12 +49,12 @@ struct GateOptions {
   Style style = Style::kReturn;
   bool buffers = false;       // its arrays are Buffers
   bool owned_inputs = false;  // inputs are copies that the callable may keep
-  bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
+  bool flat_results = false;  // results are a flat tuple, regardless of the spec
   bool own_thread = false;
-  bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
-  bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
+  bool native = false;          // gets a GPU's arrays as Buffers; otherwise host copies
+  bool default_stream = false;  // its library uses CUDA's legacy default stream
   bool command_buffer = false;  // runs while XLA records its stream's work
-  bool located = false;         // may ask where its call is (CallPlace)
+  bool located = false;         // may ask for its call's place (CallPlace)
   bool taped = false;           // recordings have its calls (tape.h)
   std::chrono::nanoseconds timeout{0};
 };
@@ -62,7 +62,7 @@ struct GateOptions {
 // Views that are private copies, which the callable may keep.
 enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
 
-// The callee of a gate, wherever its callable runs.
+// The callee of a gate, for any place of its callable.
 class GateCallee : public Callee {
  public:
   explicit GateCallee(std::string name) : name_(std::move(name)) {}
@@ -91,9 +91,8 @@ inline std::int64_t nbytes(const Call& call) {
 
 class PyCallee final : public GateCallee, public std::enable_shared_from_this<PyCallee> {
  public:
-  // `called` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
-  // results); for any other spec `binder(spec)` gives the function to call, with flat_results'
-  // form.
+  // For a site's spec "" (one result) or "*" (a tuple of results), `called` gets flat arrays. For
+  // any other spec, `binder(spec)` returns the function to call, with flat_results' form.
   PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen,
            std::shared_ptr<NamedThread> of_thread = nullptr)
       : GateCallee(std::move(name)),
@@ -132,15 +131,15 @@ class PyCallee final : public GateCallee, public std::enable_shared_from_this<Py
     return text.is_valid() ? nb::cast<std::string>(text) : std::string();
   }
 
-  // Which views are private from the next call on. Relaxed: it orders nothing, and a call that
-  // comes too early gets views, whose escape is found again.
+  // The views that are private from the next call on. Relaxed: it orders nothing. A call that reads
+  // it too early gets views, whose escape is detected again.
   std::atomic<unsigned> private_views;
   Counters counters;
 
   const GateOptions options;
-  const std::shared_ptr<NamedThread> its_thread;  // null where it has none
-  LateReference function, bind;                   // the latter null when None
-  // A feed's items, which serve its calls on the host if they can. Set before the first call.
+  const std::shared_ptr<NamedThread> its_thread;  // null for none
+  LateReference function, bind;                   // bind is null for None
+  // A feed's items, which serve its calls on the host if possible. Set before the first call.
   std::shared_ptr<ItemQueue> items;
 };
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call site of a gate: how a call of a compiled program becomes a call of the user's function.
+// One call site of a gate: turns a call of a compiled program into a call of the user's function.
 //
-// Takes the GIL once a call, shows each array of each lane by a view, vectorcalls, copies results
-// (style return), and looks at the views' reference counts for escapes. On the fast path nothing is
-// allocated, as the views of the last call are used again, and no lock is taken but the GIL.
-// Everything below `PyGateSite::run_where_it_is` holds the GIL.
+// It takes the GIL once per call, makes each array of each lane a view, calls by vectorcall, copies
+// results (style return), and checks the views' reference counts for escapes. The fast path
+// allocates nothing, because it reuses the last call's views, and takes no lock but the GIL. All
+// functions below `PyGateSite::run_where_it_is` hold the GIL.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     GateSite::run(call);
   }
 
-  // Lanes are counted when they are known.
+  // Lanes are counted once they are known.
   void run_watched(const Call& call) {
     run_counted(
         call, spec_.lanes.empty() ? 1 : 0, [&] { run_where_it_is(call); },
@@ -57,10 +57,10 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   }
 
  private:
-  // The lane of the call that has just failed on this thread; "" for a call without lanes.
+  // The lane of this thread's last failed call; "" for a call without lanes.
   static inline thread_local std::string t_lane_;
 
-  // Throws a Python exception, as all below.
+  // Throws a Python exception, as all functions below.
   void run_where_it_is(const Call& call) {
     if (!options_.native || call.context.stream == nullptr) {
       DeviceCallScope on_host(nullptr);
@@ -68,7 +68,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     }
     try {
       cuda::named(name(), [&] {
-        drain_released();  // the results of earlier calls hold a GPU's memory
+        drain_released();  // earlier results hold GPU memory
         DeviceCall gpu = DeviceCall::of(call.context);
         DeviceCallScope on_device(&gpu);
         run_on_device(call, gpu);
@@ -143,7 +143,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   // One call of the callable.
   void call_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
                  const CallContext& context, DeviceCall* gpu) {
-    // Once: another thread's call may change it. A GPU's memory is never copied here.
+    // Read once, because another thread's call may change it. GPU memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
     Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
@@ -151,7 +151,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     spares_.resize(operands.size() + results.size());
     show(inputs, /*writable=*/false, context.device, gpu);
     if (options_.style != Style::kReturn) show(outputs, /*writable=*/true, context.device, gpu);
-    // On a GPU it is slow: it waits for the stream. For debugging.
+    // A debugging mode, slow on a GPU, because it waits for the stream.
     bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
     const auto sums =
@@ -178,9 +178,9 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     if (check) check_unwritten(sums, checksums(unshared(operands, results), gpu));
   }
 
-  // Makes what the callable gets for arrays of the call.
+  // Makes the callable's arguments for the call's arrays.
   void show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) {
-    // Operands come first, and are what is read-only.
+    // Operands come first, and are the read-only ones.
     SpareView* spare = spares_.data() + (writable ? spares_.size() - views.memory.size() : 0);
     views.reusable = !views.own && !options_.buffers && gpu == nullptr;
     for (const ArrayView& view : views.memory) {
@@ -223,14 +223,14 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     nb::object tuple = taken(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
     Py_ssize_t index = 0;
     for (PyObject* output : outputs.all())
-      PyTuple_SetItem(tuple.ptr(), index++, nb::borrow(output).release().ptr());  // takes it over
+      PyTuple_SetItem(tuple.ptr(), index++, nb::borrow(output).release().ptr());  // steals it
     return tuple;
   }
 
-  // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
-  // them, and has what still refers to the views made safe; what can't be makes the callee's later
-  // views private. Throws the call's own exception, `raised`, whose frames may hold views without
-  // an error of the user's; else the escape's error.
+  // Checks for views that outlived the call. If there are any, Python's `escaped` hook finds their
+  // holders and makes the remaining references safe; if that is impossible, the callee's later
+  // views are private. Throws the call's own exception, `raised`, if there is one, because its
+  // frames may hold views without a user's error; otherwise the escape's error.
   void settle_views(Views& inputs, Views& outputs, std::optional<nb::python_error> raised) {
     if (inputs.escaped() || outputs.escaped()) {
       nb::list suspects;
@@ -244,12 +244,12 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
           call_python(hooks.escaped, "ssOOO", name().c_str(), spec_.spec.c_str(), suspects.ptr(),
                       raised ? raised->value().ptr() : Py_None, make_private.ptr());
       if (!done.is_valid() && !raised) nb::raise_python_error();
-      clear_error();  // the call's own exception matters more
+      clear_error();  // the call's own exception takes precedence
     }
     if (raised) throw *std::move(raised);
   }
 
-  // A callable that writes into `out` returns nothing, or `out`, as NumPy's functions do.
+  // A callable that writes into `out` returns None, or `out`, as NumPy's functions do.
   void check_returned(const nb::object& value, Arguments& outputs) const {
     if (value.is_none() || (!tuple_results_ && value.ptr() == outputs.data()[0])) return;
     if (tuple_results_ && PyTuple_Check(value.ptr()) && nb::len(value) == outputs.size()) {
@@ -311,7 +311,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     raise_mismatch(name(), spec_.spec, index, expected, got);
   }
 
-  // The operands; empty ones for those whose memory is a result's, too: it is written to.
+  // The operands, with empty ones for those that share a result's memory, which is written.
   static std::vector<ArrayView> unshared(std::span<const ArrayView> operands,
                                          std::span<const ArrayView> results) {
     static constexpr std::int64_t kNone = 0;
@@ -336,7 +336,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   bool tuple_results_;
   const bool cast_ = casts();
   std::shared_ptr<const Mesh> mesh_;
-  std::vector<SpareView> spares_;  // of operands, then of results; in one call at a time
+  std::vector<SpareView> spares_;  // of operands, then of results; used by one call at a time
 };
 
 }  // namespace
@@ -346,7 +346,7 @@ std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
   nb::object target = nb::borrow(function.get());
   bool tuple = options.flat_results || spec.spec == "*";
   if (bind != nullptr) {
-    // bind(spec) -> (callable, whether results come and go as a tuple)
+    // bind(spec) -> (callable, True if results are a tuple)
     nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
     if (!bound.is_valid())
       throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name(), spec.site));

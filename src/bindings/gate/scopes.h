@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// State of a thread while a gate's function runs there: the place of its call, and its span in
-// a profile.
+// Thread state while a gate's function runs: the place of its call, and its span in a profile.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@
 
 namespace callgate::bindings {
 
-// Which call of a `located` callee runs on this thread.
+// The running call of a `located` callee on this thread.
 struct CallPlace {
   std::span<const std::int64_t> lanes;  // the extents of its batch levels
   std::int64_t lane = 0;                // its number, in row-major order
@@ -26,7 +25,7 @@ struct CallPlace {
   static inline thread_local const CallPlace* current_ = nullptr;  // null for no such call
 };
 
-// A span of JAX's profiler, where one runs, around a call under the GIL.
+// A span of JAX's profiler, if it is active, around a call under the GIL.
 class ProfiledSpan : Immovable {
  public:
   ProfiledSpan(const std::string& name, std::int64_t gil_wait_ns) {
@@ -45,10 +44,10 @@ class ProfiledSpan : Immovable {
   nb::object span_;
 };
 
-// A call's function may run another program, whose calls have places of their own.
+// A call's function may run another program, whose calls have their own places.
 class CallPlaceScope : Immovable {
  public:
-  // With null it leaves the place alone.
+  // Null leaves the place unchanged.
   explicit CallPlaceScope(const CallPlace* place) : place_(place) {
     if (place_ != nullptr) before_ = std::exchange(CallPlace::current_, place_);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The frame of a gate's call sites, wherever the gate's function runs: here (gate_site.cc), where
-// an executor's takes it (workers/executors.cc), or in workers (workers/site.h). A site adds
-// `run_watched(call)`, one call under a watch for stalls, which throws Error.
+// The base of a gate's call sites, for each place of its function: here (gate_site.cc), on an
+// executor (workers/executors.cc), or in workers (workers/site.h). A site adds `run_watched(call)`,
+// one call under a watch for stalls, which throws Error.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@
 
 namespace callgate::bindings {
 
-// `Runner` derives from it; `C` is the callee.
+// `Runner` is the derived class; `C` is the callee.
 template <typename Runner, typename C>
 class GateSite : public Site {
  public:
@@ -39,23 +39,23 @@ class GateSite : public Site {
   const std::string& name() const noexcept { return callee_->name(); }
   bool casts() const { return !spec_.held.text("cast").empty(); }  // same-kind casts of results
 
-  // The lanes of a call, which throw Error where its arrays don't have them; none without levels.
+  // The lanes of a call; empty without levels. Throws Error if the call's arrays don't have them.
   std::optional<LanesOfCall> lanes_of(const Call& call) const {
     if (spec_.lanes.empty()) return std::nullopt;
     return std::optional<LanesOfCall>(std::in_place, spec_.lanes, call.operands, call.results,
                                       call.context.lane);
   }
 
-  // Has `make(part, lanes, first lane)` make the lanes, null for a call without, that an open
-  // recording does not answer: all at once, or one after another.
+  // Calls `make(part, lanes, first lane)` for the lanes that an open recording doesn't answer, all
+  // at once or one after another; `lanes` is null for a call without lanes.
   template <typename Make>
   void make_lanes(const Call& call, const LanesOfCall* lanes, Make&& make) const {
     if (!is_taping()) return make(call, lanes, std::int64_t{0});
     lanes_on_tape(name(), spec_, call, lanes, make);
   }
 
-  // Runs `body`, which makes a call of `calls` lanes, under the GIL: counted, and with the clock
-  // read where somebody looks. Throws the error of what it raises, in the lane `failed_lane()`.
+  // Runs `body`, which makes a call of `calls` lanes, under the GIL. Counts the call, and measures
+  // its time if requested. Throws the error of an exception in the lane `failed_lane()`.
   template <typename Body, typename Lane>
   void run_counted(const Call& call, std::int64_t calls, Body&& body, Lane&& failed_lane) {
     const std::int64_t bytes = nbytes(call);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recordings: who is told of each call of a gate before it is made, and answers it or has it made.
+// Recordings: the tape learns of each call of a gate before it is made, and answers it or lets it
+// run.
 //
 // The tape is one Python function of the process (python/callgate/_replay), while a block of
-// callgate.record or callgate.replay is open. It is told of each lane's call, by values: the code
-// of an array's dtype, its extents and its bytes. While there is none, a call costs a relaxed load.
-// All but is_taping() is under the GIL.
+// callgate.record or callgate.replay is open. It gets each lane's call by values: the code of an
+// array's dtype, its extents and its bytes. Without a tape, a call costs a relaxed load. All
+// functions except is_taping() run under the GIL.
 #pragma once
 
 #include <atomic>
@@ -23,9 +24,9 @@
 namespace callgate::bindings {
 
 struct Tape {
-  // Relaxed: calls that run while a block begins may be told of or not.
+  // Relaxed: a call that runs while a block begins may or may not be reported.
   std::atomic<bool> on{false}, replays{false};
-  PyObject* function = nullptr;  // null while there is none
+  PyObject* function = nullptr;  // null without a block
 };
 inline constinit Tape tape;
 
@@ -34,29 +35,29 @@ inline bool is_replaying() noexcept {
   return tape.replays.load(std::memory_order_relaxed);  // see Tape
 }
 
-// Raises, for a gate whose calls replays of CUDA graphs leave out.
+// Raises for a gate whose calls a replayed CUDA graph leaves out.
 [[noreturn]] inline void refuse_in_graphs(const std::string& gate) {
   raise(PyExc_NotImplementedError, "gate '" + gate +
                                        "': callgate.record and callgate.replay can't see calls in "
                                        "CUDA graphs; pass command_buffer=False");
 }
 
-// One lane's call. The results' memory is the caller's, and outlives this.
+// One lane's call. The caller owns the results' memory, which outlives this.
 class TapedCall : Immovable {
  public:
-  // Asks the tape; throws the Python exception that it answers with.
+  // Asks the tape; throws the Python exception of its answer.
   TapedCall(const std::string& gate, const SiteSpec& site, std::int64_t lane,
             std::span<const ArrayView> operands, std::span<ArrayView> results,
             const CallContext& context);
 
-  // True if the results are there: the call is not to be made.
+  // True if the tape has filled the results, so the call must not run.
   bool answered() const noexcept { return answered_; }
 
-  // Tells the tape what the call gave, or raised. Throws what the tape raises.
+  // Reports the call's results or exception to the tape. Throws the tape's exception.
   void made(std::span<const ArrayView> results, const std::optional<nb::python_error>& raised);
 
  private:
-  nb::object finish_;  // called when the call has been made; none where the tape doesn't care
+  nb::object finish_;  // called after the call; empty if the tape ignores it
   bool answered_ = false;
 };
 
@@ -72,8 +73,8 @@ void on_tape(const std::string& gate, const SiteSpec& site, std::int64_t lane,
   if (raised) throw *std::move(raised);
 }
 
-// The same of a call whose lanes, null for one without, are made together by `make(call, lanes,
-// 0)`. Where the tape has answered some of them, `make(call, null, lane)` makes each of the others.
+// The same for a call whose lanes (null for none) run together by `make(call, lanes, 0)`. If the
+// tape answers some lanes, `make(call, null, lane)` makes each of the others.
 template <typename Make>
 void lanes_on_tape(const std::string& gate, const SiteSpec& site, const Call& call,
                    const LanesOfCall* lanes, Make&& make) {

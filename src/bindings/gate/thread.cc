@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs of Python's on callgate's threads: on a worker, or on a named thread in its turn.
+// Python jobs on callgate's threads: on a worker, or in the queue of a named thread.
 #include "bindings/gate/thread.h"
 
 #include <nanobind/stl/string.h>
@@ -16,19 +16,19 @@
 namespace callgate::bindings {
 namespace {
 
-// A job that calls `job()`, which raises nothing.
+// A job that calls `job()`, which must not raise.
 std::function<void()> python_job(nb::object job) {
   return [held = std::make_shared<LateReference>(late(std::move(job)))] {
     ActiveGil gil;
-    if (!gil) return;  // the process is ending: nobody is there to be told
+    if (!gil) return;  // the process is ending
     nb::object result = call_unraisable(held->get(), nullptr);
     held->reset();
     drain_released();
   };
 }
 
-// Has a worker call `job()`, without a lock held and soon: no job waits for another. False where
-// the process is ending, or is a fork's child, which has no such threads.
+// Runs `job()` soon on a worker, without locks; no job waits for another. False if the process is
+// ending, or is a fork's child, which has no such threads.
 bool submit_job(nb::object job) {
   auto run = python_job(std::move(job));
   return without_gil([&] { return WorkerPool::instance().submit(std::move(run)); });

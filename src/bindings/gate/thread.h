@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's handle on a thread that gates run on (core/named_thread.h).
+// Python's handle on a thread for gates (core/named_thread.h).
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ struct ThreadHandle : Immovable {
   explicit ThreadHandle(std::string name)
       : thread(std::make_shared<NamedThread>(std::move(name))) {}
 
-  std::shared_ptr<NamedThread> thread;  // which ends when its last gate is gone, too
+  std::shared_ptr<NamedThread> thread;  // it also ends with its last gate
 };
 
 }  // namespace callgate::bindings

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels, for the CPU and for CUDA, as Python makes them. Their calls don't come by here; only
-// their failures do.
+// Kernels for the CPU and for CUDA, as Python creates them. Their calls don't pass through this
+// file; only their failures do.
 #include "kernels/kernel.h"
 
 #include <nanobind/stl/optional.h>
@@ -30,8 +30,8 @@
 namespace callgate::bindings {
 namespace {
 
-// For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
-// fails the call with a text that stands for it.
+// For compiled code that has set a Python error, under the GIL: stores and clears the exception,
+// and fails the call with a text that refers to it.
 void take_python_error(const callgate_call* call) {
   std::optional<nb::python_error> raised;
   if (PyErr_Occurred() != nullptr) raised.emplace();
@@ -56,12 +56,12 @@ void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& 
   without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
 }
 
-// Makes a kernel's failure a text for XLA, by way of the hook, which makes the exception and keeps
-// it. Without Python, which may be gone, the message itself.
+// Converts a kernel's failure into a text for XLA through the hook, which makes and stores the
+// exception. Without Python, which may be gone, it returns the message itself.
 KernelCalleeBase::Describe failures_of(std::string kernel) {
   return [kernel = std::move(kernel)](const std::string& said, const std::string& site,
                                       const std::string& lane) {
-    std::string message = valid_utf8(said);  // native code says things in any encoding
+    std::string message = valid_utf8(said);  // native code may use any encoding
     std::string plain = "callgate: kernel '" + kernel + "': " + message;
     ActiveGil gil;
     if (!gil) return plain;
@@ -71,7 +71,7 @@ KernelCalleeBase::Describe failures_of(std::string kernel) {
   };
 }
 
-// Keeps a failure that XLA can't be told of.
+// Stores a failure that XLA can't report.
 void defer_kernel_failure(const Error& error) {
   if (ActiveGil gil; gil) call_deferred(error);
 }
@@ -123,7 +123,7 @@ void make_cuda_kernel(CudaKernelHandle* self, std::string name,
   held.reserve(images.size());
   for (const auto& [code, capability] : images)
     held.push_back({std::string(code.c_str(), code.size()), capability});
-  // Failures are the kernel's, whatever its variant.
+  // Failures belong to the kernel, for all its variants.
   auto failures = failures_of(name.substr(0, name.find('[')));
   auto callee =
       std::make_shared<LaunchCallee>(std::move(name), std::move(held), std::move(failures));
@@ -131,7 +131,7 @@ void make_cuda_kernel(CudaKernelHandle* self, std::string name,
   new (self) CudaKernelHandle(std::move(callee));
 }
 
-// The capabilities of the devices that this process sees; none where there is no driver.
+// The capabilities of this process's devices; empty without a driver.
 std::vector<int> capabilities() {
   try {
     std::vector<int> all(static_cast<std::size_t>(cuda::Device::count()));
@@ -139,7 +139,7 @@ std::vector<int> capabilities() {
       all[i] = cuda::Device::capability_of(static_cast<int>(i));
     return all;
   } catch (const Error&) {
-    return {};  // no driver, or no device: a machine to compile on
+    return {};  // no driver or device: a machine for compiling
   }
 }
 

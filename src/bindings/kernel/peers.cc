@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of other libraries in the form of kernels: what Python makes of them once, and keeps.
-// Their calls don't come by here.
+// Functions of other libraries in the form of kernels, which Python creates once and keeps. Their
+// calls don't pass through this file.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -41,7 +41,7 @@ void make_packed_kernel(PackedKernel* self, std::uintptr_t function, std::size_t
   for (auto [offset, result, index] : addresses) made->addresses.push_back({offset, result, index});
 }
 
-// A kernel's function and user data, as `Kernel` takes them.
+// A kernel's function and user data, in the form of `Kernel`.
 template <typename T>
 void bind_form(nb::class_<T>& type) {
   type.def_prop_ro("address", [](const T&) { return reinterpret_cast<std::uintptr_t>(&T::run); })

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python, NumPy's C API and nanobind, included one way by every file of this folder, the GIL, and
-// references that die on threads without it.
+// The common include of Python, NumPy's C API and nanobind for this folder, the GIL, and references
+// that die on threads without it.
 //
 // module.cc defines CALLGATE_IMPORT_NUMPY and owns NumPy's function table; the others share it.
 //
-// The GIL is taken from threads that Python did not make cheaply and safely:
-// PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it:
-// microseconds a call, and the thread's Python-side locals are lost each time. So a foreign thread
-// is attached once, by an Ensure that is never released; from then on Ensure only swaps the state
-// in. Threads of callgate's take their state away before they end (end_thread() in
-// core/lifecycle.h). XLA's are not asked; they live as long as the process, so what they leave
-// behind is bounded by their number.
+// Threads that Python didn't create take the GIL cheaply and safely here. PyGILState_Ensure creates
+// a thread state for a foreign thread and Release destroys it, which costs microseconds per call
+// and loses the thread's Python locals. So a foreign thread is attached once, by an Ensure that is
+// never released; later Ensures only switch to its state. callgate's threads remove their state
+// before they end (end_thread() in core/lifecycle.h). XLA's threads live as long as the process, so
+// the number of their states is bounded.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -41,14 +40,14 @@ namespace callgate::bindings {
 
 namespace nb = nanobind;
 
-// Each adds to the module what its file holds.
+// Each function adds its file's contents to the module.
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
-void bind_signs(nb::module_& module);        // signs of programs: that they have ended
-void bind_upload(nb::module_& module);       // `Upload`: an item of a feed on its way to a GPU
-void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, what watches calls
-void bind_threads(nb::module_& module);      // jobs on threads of callgate's; `NamedThread`
-void bind_tape(nb::module_& module);         // recordings: who is told of calls
+void bind_signs(nb::module_& module);        // signs that programs have ended
+void bind_upload(nb::module_& module);       // `Upload`: a feed's item on its way to a GPU
+void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, watches of calls
+void bind_threads(nb::module_& module);      // jobs on callgate's threads; `NamedThread`
+void bind_tape(nb::module_& module);         // recordings of calls
 void bind_peers(nb::module_& module);        // `TvmFunction`, `PackedKernel`
 void bind_kernel(nb::module_& module);       // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
 void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: before the next three
@@ -56,28 +55,28 @@ void bind_py_consumer(nb::module_& module);  // `python_consumer`
 void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
 void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
 void bind_steer(nb::module_& module);        // `Knob`, `Stop`
-void bind_progress(nb::module_& module);     // the board of bars, for the thread that draws
+void bind_progress(nb::module_& module);     // the board of bars, for the drawing thread
 void bind_workers(nb::module_& module);      // `WorkerPool`, `WorkerCallee`
-void bind_serve(nb::module_& module);        // what worker processes run
+void bind_serve(nb::module_& module);        // the code of worker processes
 void bind_executors(nb::module_& module);    // `ExecutorCallee`, `CallLanes`
 
-// Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
-// finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
-// would drop references, and release the GIL, without having it; so the thread stops here for good,
-// as in Python 3.14 (see also xla/ffi.h).
+// Runs `body`, which runs Python code, under the GIL. Meanwhile the interpreter may begin to
+// finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors would drop
+// references and release the GIL without having it. So the thread stops here for good instead, as
+// in Python 3.14 (see also xla/ffi.h).
 template <typename Body>
 auto running_python(Body&& body) {
   return outliving_thread_exit(body);
 }
 
-// Holds the GIL for its lifetime. Nests, also with a GIL held already.
+// Holds the GIL for its lifetime. Nests, also if the GIL is already held.
 class GilScope : Immovable {
  public:
   GilScope() : state_((attach_thread(), PyGILState_Ensure())) {}
   ~GilScope() { PyGILState_Release(state_); }
 
  private:
-  // Makes sure that this thread has a thread state that outlives the next Release.
+  // Gives this thread a thread state that outlives the next Release.
   static void attach_thread() {
     thread_local bool attached = false;
     if (std::exchange(attached, true)) return;
@@ -87,8 +86,8 @@ class GilScope : Immovable {
     at_thread_end = []() noexcept {
       running_python([] {
         (void)PyGILState_Ensure();
-        PyGILState_Release(PyGILState_LOCKED);    // that one
-        PyGILState_Release(PyGILState_UNLOCKED);  // and the first, which leaves none
+        PyGILState_Release(PyGILState_LOCKED);    // the second Ensure
+        PyGILState_Release(PyGILState_UNLOCKED);  // the first, which leaves none
       });
     };
   }
@@ -96,8 +95,8 @@ class GilScope : Immovable {
   PyGILState_STATE state_;
 };
 
-// The same as a call that is under way (core/lifecycle.h): false, without the GIL, once the process
-// is ending.
+// The same for an active call (core/lifecycle.h): false, without the GIL, once the process is
+// ending.
 class ActiveGil {
  public:
   ActiveGil() {
@@ -110,10 +109,10 @@ class ActiveGil {
   std::optional<GilScope> gil_;
 };
 
-// Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back
-// in a destructor, where the end of a daemon thread in a finalizing interpreter, a forced unwind,
-// ends the process; here the thread stops for good, as above. Its locks are then held for ever,
-// so `body` returns with nothing locked.
+// Runs `body` without the GIL, which this thread holds. nanobind's gil_scoped_release takes the GIL
+// back in a destructor; there, the forced unwind of a daemon thread in a finalizing interpreter
+// ends the process. Here the thread stops for good, as above. Its locks are then never released, so
+// `body` must return without locks.
 template <typename Body>
 auto without_gil(Body&& body) -> decltype(body()) {
   struct Unlocked {
@@ -125,15 +124,15 @@ auto without_gil(Body&& body) -> decltype(body()) {
   return body();
 }
 
-// PyObject_CallFunction by running_python(). No object, with a Python error, where it raised.
+// PyObject_CallFunction by running_python(). Returns no object, with a Python error, if it raised.
 template <typename... Args>
 nb::object call_python(PyObject* function, const char* format, Args... args) {
   return nb::steal(
       running_python([&] { return PyObject_CallFunction(function, format, args...); }));
 }
 
-// `taken(f(...))`: the new reference that a function of Python's or NumPy's returns; raises the
-// Python error that stands where it returned null.
+// `taken(f(...))`: the new reference from a function of Python or NumPy. Raises the pending Python
+// error if it returned null.
 inline nb::object taken(PyObject* made) {
   if (made == nullptr) nb::raise_python_error();
   return nb::steal(made);
@@ -145,7 +144,7 @@ inline nb::object taken(PyObject* made) {
   nb::raise_python_error();
 }
 
-// The Python exception that `body` raises, if it does.
+// The Python exception that `body` raises, if any.
 template <typename Body>
 std::optional<nb::python_error> raised_by(Body&& body) try {
   body();
@@ -160,7 +159,7 @@ inline std::chrono::nanoseconds seconds_of(double seconds) {
 
 inline nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// A dictionary of keys and values in turn.
+// A dictionary from alternating keys and values.
 template <typename... Items>
 nb::dict dict_of(const Items&... items) {
   nb::dict made;
@@ -172,7 +171,7 @@ nb::dict dict_of(const Items&... items) {
   return made;
 }
 
-// An address as Python has it.
+// An address as Python's integer.
 inline std::uintptr_t number_of(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);
 }
@@ -184,7 +183,7 @@ inline std::uintptr_t number_of(const void* pointer) {
 // So the reference is queued and dropped later by a thread that has the GIL: the main thread,
 // through a pending call, or any binding that drains on its way.
 
-// The lock guards the queue alone: objects are destroyed outside it, since their destructors may
+// The lock guards only the queue. Objects are destroyed outside it, because their destructors may
 // run any Python code.
 struct ReleaseQueue {
   std::mutex mutex;
@@ -192,7 +191,7 @@ struct ReleaseQueue {
   bool scheduled = false, stopped = false;
 };
 
-// Drops what is queued. The GIL is held.
+// Drops the queued references. The GIL is held.
 inline void drain_released() noexcept {
   auto& queue = immortal<ReleaseQueue>();
   std::vector<PyObject*> objects;
@@ -204,7 +203,7 @@ inline void drain_released() noexcept {
   for (PyObject* object : objects) Py_DECREF(object);
 }
 
-// Takes the reference over; drops it soon under the GIL. Any thread, GIL held or not.
+// Takes the reference over and drops it soon under the GIL. Thread-safe, with or without the GIL.
 inline void release_later(PyObject* object) noexcept {
   auto& queue = immortal<ReleaseQueue>();
   {
@@ -213,8 +212,8 @@ inline void release_later(PyObject* object) noexcept {
     queue.objects.push_back(object);
     if (std::exchange(queue.scheduled, true)) return;
   }
-  // The interpreter keeps few pending calls, so one stands for the whole queue. A full table is no
-  // loss: the next binding that drains takes the queue along.
+  // The interpreter has few pending calls, so one serves the whole queue. If its table is full, the
+  // next binding that drains takes the queue.
   auto call = [](void*) {
     drain_released();
     return 0;
@@ -224,14 +223,14 @@ inline void release_later(PyObject* object) noexcept {
   queue.scheduled = false;
 }
 
-// A reference that may die anywhere.
+// A reference that may die on any thread.
 struct ReleaseLater {
   void operator()(PyObject* object) const noexcept { release_later(object); }
 };
 using LateReference = std::unique_ptr<PyObject, ReleaseLater>;
 inline LateReference late(nb::object object) { return LateReference(object.release().ptr()); }
 
-// After this, queued references are leaked: the interpreter is going away.
+// From now on, queued references leak, because the interpreter is ending.
 inline void stop_releasing() noexcept {
   drain_released();
   std::lock_guard lock(immortal<ReleaseQueue>().mutex);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How Python holds a callee of the runtime: a handle, which the cycle collector sees through, and
-// its Python type. The GIL is held in all of these.
+// Python's handle on a callee of the runtime, which the cycle collector can traverse, and its
+// Python type. The GIL is held in all of these.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace callgate::bindings {
 
-// Calls the function that waits for the process's first callee, if it still does (jitted.cc).
+// Calls the function that waits for the process's first callee, once (jitted.cc).
 void tell_first_callee();
 
 // `Callee`, `Check`, `Kernel`, `CudaKernel` and `Tap`: keeps a callee, and its name, alive. The GIL
-// is held, so what has died elsewhere, and what dies with the callee, dies at once.
+// is held, so queued references, and those of the callee, are dropped at once.
 template <typename C>
 struct Handle : Immovable {
   explicit Handle(std::shared_ptr<C> of) : callee(std::move(of)) {
@@ -37,9 +37,9 @@ struct Handle : Immovable {
 template <typename H>
 constexpr bool kHasReferences = requires(const H& handle) { handle.callee->references(); };
 
-// Python's cycle collector sees through the handle of a callee that has `references()`, and through
-// a handle with visit() and clear(): a callable may refer to its own gate. Only while no executable
-// shares the callee, since that one's reference is not Python's to follow.
+// Lets Python's cycle collector traverse the handle of a callee with `references()`, or a handle
+// with visit() and clear(), because a callable may refer to its own gate. Only while no executable
+// shares the callee, since the collector can't follow that reference.
 template <typename H>
 int traverse_handle(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -71,8 +71,8 @@ int clear_handle(PyObject* self) {
   return 0;
 }
 
-// The Python type of a callee's handle, with the collector's functions and the statistics of a
-// callee that has `counters`. Its `__init__` is for the caller to add.
+// The Python type of a callee's handle, with the collector's functions, and with the statistics of
+// a callee that has `counters`. The caller adds `__init__`.
 template <typename H, typename... Extra>
 nb::class_<H> bind_callee(nb::module_& module, const char* name, const Extra&... extra) {
   static PyType_Slot slots[] = {{0, nullptr}, {0, nullptr}, {0, nullptr}};
@@ -94,7 +94,7 @@ nb::class_<H> bind_callee(nb::module_& module, const char* name, const Extra&...
   if constexpr (requires(const H& handle) { handle.callee->counters; })
     made.def("stats", [](const H& handle) {
       const auto& kept = handle.callee->counters;
-      auto number = [](std::int64_t count) { return count; };  // of a number or an atomic one
+      auto number = [](std::int64_t count) { return count; };  // of an integer or an atomic
       return dict_of("calls", number(kept.calls), "errors", number(kept.errors), "bytes",
                      number(kept.bytes), "python_ns", number(kept.python_ns), "gil_wait_ns",
                      number(kept.gil_wait_ns));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Texts and errors by way of the hooks, and interrupts on their way to the main thread.
+// Texts and errors from the hooks, and interrupts on their way to the main thread.
 #include "bindings/python/hooks.h"
 
 namespace callgate::bindings {
@@ -15,10 +15,10 @@ void wake_main_thread() {
   if (!passes_interrupts_on) return;
   auto raise = [](void*) -> int {
     if (!in_hook) return nothing_left() ? 0 : -1;
-    met_interrupt = true;  // whose error would be taken for the hook's own
+    met_interrupt = true;  // its error would look like the hook's own
     return 0;
   };
-  (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
+  (void)Py_AddPendingCall(raise, nullptr);  // full if others are about to be raised
 }
 
 bool is_left_to_main_thread(const nb::python_error& error) {
@@ -75,7 +75,7 @@ std::string stall_text(const std::string& what, const std::string& call, bool ti
 std::string failure_text(const nb::python_error& raised, const std::string& gate,
                          const std::string& site, const std::string& layout,
                          const CallContext& context, const std::string& lane) {
-  // Not by "s#": what its length is depends on the Python that the module was built for.
+  // Not by "s#", whose length type depends on the Python for which the module was built.
   auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
   nb::object name = str(gate), place = str(site), parts = str(layout), which = str(lane);
   nb::object text =

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
-// escaped views, to bind a call site's description. Set before the first callee (`start` in
-// python/callgate/_runtime/lifecycle.py); each is documented there. All of this runs under the GIL,
-// and must not fail: a hook that raises is reported as text of its own.
+// Python functions that the runtime calls off its fast path: to make and store errors, to handle
+// escaped views, and to bind a call site's description. Set before the first callee (`start` in
+// python/callgate/_runtime/lifecycle.py), with documentation for each. All hooks run under the GIL
+// and must not fail: an exception of a hook is reported as text of its own.
 #pragma once
 
 #include <nanobind/stl/string.h>
@@ -18,7 +18,7 @@
 
 namespace callgate::bindings {
 
-// X(name): each a function but the last.
+// X(name): each is a function except the last.
 #define CALLGATE_HOOKS(X)                                                                 \
   X(failed)        /* (exception, gate, site, layout, shard, run, thread) -> text */      \
   X(escaped)       /* (gate, spec, suspects, raising, make_private) or raises */          \
@@ -53,17 +53,17 @@ inline constinit Hooks hooks;
 // the main thread raises it once more, at the next step of its own: there it is a KeyboardInterrupt
 // or SystemExit, which no `except Exception` takes for an error that one can go on after.
 
-// True if this thread runs a hook, and has met there what is to be raised.
+// True if this thread runs a hook, and met an interrupt in it that must be raised.
 inline thread_local bool in_hook = false, met_interrupt = false;
 
-// Not so in a worker process, where Ctrl-C is the parent's affair.
+// False in a worker process, because Ctrl-C is handled by the parent.
 inline bool passes_interrupts_on = true;
 
-// Has the main thread raise what was left for it, as soon as it is in Python.
+// Makes the main thread raise its pending exception as soon as it runs Python code.
 void wake_main_thread();
 
-// Calls a hook that makes a text or keeps something, whose own error would be dropped. An interrupt
-// that is to be raised waits until it has returned.
+// Calls a hook that makes a text or stores something, whose own error is dropped. An interrupt is
+// raised after the hook has returned.
 template <typename... Args>
 nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   struct Running : Immovable {
@@ -76,21 +76,22 @@ nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   return call_python(hook, format, args...);
 }
 
-// Sets what a call has left for the main thread, which this is, as the Python error; false then.
+// Sets the main thread's pending exception as the Python error and returns false, or returns true
+// if there is none. Called on the main thread.
 bool nothing_left();
 
-// True if a signal's handler raised the error, and the main thread will.
+// True if a signal handler raised the error, so the main thread will raise it.
 bool is_left_to_main_thread(const nb::python_error& error);
 
-// Clears the Python error, if there is one, which nobody else hears of.
+// Clears the Python error, if any, without reporting it.
 inline void clear_error() {
   if (PyErr_Occurred() != nullptr) (void)is_left_to_main_thread(nb::python_error());
 }
 
-// Prints the Python error, which nobody else hears of.
+// Prints the Python error, which has no other receiver.
 void write_unraisable(PyObject* raising);
 
-// Calls a function where nobody is there to raise to. No object where it raised.
+// Calls a function without a receiver for exceptions. Returns no object if it raised.
 template <typename... Args>
 nb::object call_unraisable(PyObject* function, const char* format, Args... args) {
   nb::object result = call_python(function, format, args...);
@@ -98,36 +99,36 @@ nb::object call_unraisable(PyObject* function, const char* format, Args... args)
   return result;
 }
 
-// A hook's text as UTF-8, with half pairs of UTF-16, which have none, written out; or its
-// stand-in where it raised.
+// A hook's text as UTF-8, with lone UTF-16 surrogates escaped; or `otherwise` if the hook raised.
 std::string text_or(nb::object text, const std::string& otherwise);
 
-// Runs the handlers of signals that came, on the main thread in a call of a program. Throws Error
-// where one raised: the call ends its program.
+// Runs the handlers of pending signals, on the main thread in a program's call. Throws Error if one
+// raised, which ends the program.
 void run_handlers();
 
-// Keeps a failure that its program was not told of, by way of the `deferred` hook.
+// Stores a failure that its program doesn't report, through the `deferred` hook.
 void call_deferred(const Error& error);
 
-// Raises the error of what a gate's function gave for the result `index`, or for all with -1.
+// Raises the error for the returned result `index` of a gate's function, or for all results with
+// -1.
 [[noreturn]] void raise_mismatch(const std::string& gate, const std::string& spec, int index,
                                  const std::string& expected, const std::string& got);
 
-// The report on a call of a gate or kernel that takes long, plain and by way of the `stalled` hook.
+// The report on a slow call of a gate or kernel, in plain text and through the `stalled` hook.
 inline std::string stalled_text(const std::string& what, const std::string& call) {
   return "callgate: " + what + " called with " + call + " is stalled";
 }
 std::string stall_text(const std::string& what, const std::string& call, bool timed_out);
 
-// A Python exception as text for XLA, by way of the `failed` hook, which keeps the exception for
-// the caller. `layout` and the call's shard say on which part of its arrays the call was, in a
-// program over several devices (SiteSpec::layout); `lane` of which lanes it was, "" for no lane.
+// A Python exception as text for XLA, through the `failed` hook, which stores the exception for the
+// caller. `layout` (SiteSpec::layout) and the call's shard give the call's part of its arrays in a
+// program over several devices. `lane` gives the lane, "" for none.
 std::string failure_text(const nb::python_error& raised, const std::string& gate,
                          const std::string& site, const std::string& layout = "",
                          const CallContext& context = {}, const std::string& lane = "");
 
-// The error of a call that raised; not of one that Ctrl-C ended, of which the main thread learns by
-// itself.
+// The error of a call that raised. Calls ended by Ctrl-C have none, because the main thread handles
+// the interrupt itself.
 Error failure_of(const nb::python_error& raised, const std::string& gate, const SiteSpec& spec,
                  const CallContext& context, const std::string& lane = "");
 

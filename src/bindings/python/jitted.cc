@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Around each call of a jitted function: which calls are under way, and the class of their errors.
+// Wraps each call of a jitted function: lists the active calls, and corrects the class of their
+// errors.
 //
-// A program's objects may be known to nobody before its call has returned its results: who looks
-// for objects that nobody names any more (python/callgate/_objects) asks which calls those are.
+// Before a call has returned its results, a program's objects may not be visible anywhere else. The
+// search for unused objects (python/callgate/_objects) therefore asks for the active calls.
 //
-// jaxlib raises whatever a program failed with at once as ValueError when its C++ code dispatched
-// the program, and as JaxRuntimeError else (0.10 to 0.12).
+// jaxlib raises an immediate failure of a program as ValueError if its C++ code dispatched the
+// program, and otherwise as JaxRuntimeError (0.10 to 0.12).
 //
-// On the main thread a program's error may be what came of Ctrl-C, or of another signal's handler.
-// So where a JaxRuntimeError is made, by whatever waits for a program, what the main thread is to
-// raise is raised in its place.
+// On the main thread a program's error may be the result of Ctrl-C, or of another signal handler.
+// So when a JaxRuntimeError is created, by any wait for a program, the main thread's pending
+// exception is raised instead.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -26,14 +27,14 @@
 namespace callgate::bindings {
 namespace {
 
-// The dispatch of the one type that jaxlib has for jitted functions.
-vectorcallfunc dispatch;  // what its objects were made with
-PyObject* runtime_error;  // JaxRuntimeError, for the life of the process
+// The dispatch of jaxlib's one type for jitted functions.
+vectorcallfunc dispatch;  // with which its objects were made
+PyObject* runtime_error;  // JaxRuntimeError, for the process's life
 
-// Numbers of objects and calls, in the order in which they began. Under the GIL, as all below.
+// Numbers of objects and calls, in the order of their beginnings. Under the GIL, as all below.
 std::uint64_t last_number = 0;
 
-// A call under way, on the stack of its thread.
+// An active call, on its thread's stack.
 class Underway : Immovable {
  public:
   Underway() : number_(++last_number), thread_(std::this_thread::get_id()) {
@@ -47,10 +48,10 @@ class Underway : Immovable {
     (after_ != nullptr ? after_->before_ : newest_) = before_;
   }
 
-  // True on a thread within such a call.
+  // True on a thread inside such a call.
   static bool is_nested() { return depth_ > 0; }
-  // The number of the oldest, the largest there is for none; without the innermost of this thread,
-  // if that `is_returning`.
+  // The number of the oldest call, or the largest number for none. With `is_returning`, without
+  // this thread's innermost call.
   static std::uint64_t oldest(bool is_returning) {
     std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
     bool passed = !is_returning;
@@ -61,7 +62,7 @@ class Underway : Immovable {
     }
     return oldest;
   }
-  // True while a call by another thread that began before that number has not returned.
+  // True while another thread's call that began before that number has not returned.
   static bool others_before(std::uint64_t number) {
     for (const Underway* call = newest_; call != nullptr; call = call->before_)
       if (call->number_ < number && call->thread_ != std::this_thread::get_id()) return true;
@@ -78,20 +79,20 @@ class Underway : Immovable {
   Underway* after_ = nullptr;
 };
 
-// Calls what it takes out, if anything.
+// Takes the function out and calls it, if there is one.
 void call_once(PyObject*& function) {
   if (nb::object taken = nb::steal(std::exchange(function, nullptr)))
     call_unraisable(taken.ptr(), "");
 }
 
-// Raises what signals' handlers raise now, or what calls have left for the main thread.
+// Raises the exception of a signal handler that runs now, or the main thread's pending exception.
 void raise_what_waits() {
-  if (in_hook) return;  // whose error it would be
+  if (in_hook) return;  // the error would belong to the hook
   if (PyErr_CheckSignals() != 0 || (MainThread::is_this() && !nothing_left()))
     nb::raise_python_error();
 }
 
-// Has a class of errors raise what waits when one of it is made.
+// Makes a class of errors raise the pending exception when an instance is created.
 void raise_instead(nb::object type) {
   nb::object init = type.attr("__init__");
   type.attr("__init__") = nb::cpp_function(
@@ -102,13 +103,13 @@ void raise_instead(nb::object type) {
       nb::is_method(), nb::scope(type), nb::name("__init__"));
 }
 
-// Makes the error that a call raises a `runtime_error` if it is a program's error from callgate.
-// One that was raised in Python, while JAX traced, has a traceback by now.
+// Turns the error of a call into a `runtime_error` if it is a program's error from callgate. An
+// error that Python code raised while JAX traced has a traceback at this point.
 void translate() {
   nb::python_error error;  // takes it
   if (error.type().is(PyExc_ValueError) && !error.traceback().is_valid()) {
     nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
-    if (!text.is_valid()) return;  // a signal's handler raises, which Python has run for that
+    if (!text.is_valid()) return;  // a signal handler raised during str()
     const char* characters = PyUnicode_AsUTF8AndSize(text.ptr(), nullptr);
     if (characters == nullptr) PyErr_Clear();
     if (characters != nullptr && std::strstr(characters, "callgate") != nullptr) {
@@ -120,7 +121,7 @@ void translate() {
   error.restore();
 }
 
-PyObject* before_next_call;  // null when it has been called
+PyObject* before_next_call;  // null after the call
 
 PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_t count,
                       PyObject* names) {
@@ -134,7 +135,7 @@ PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_
   return result;
 }
 
-// Where an object of a type holds the function that calls it. The stable ABI has no name for it:
+// The offset of an object's call function, by its type. The stable ABI has no name for it.
 // PyTypeObject begins with a PyVarObject, a pointer, two sizes and one more pointer.
 Py_ssize_t vectorcall_offset(PyTypeObject* type) {
   constexpr std::size_t kAt = sizeof(PyVarObject) + 2 * sizeof(void*) + 2 * sizeof(Py_ssize_t);
@@ -143,7 +144,7 @@ Py_ssize_t vectorcall_offset(PyTypeObject* type) {
   return offset;
 }
 
-// False, and nothing is changed, where the function isn't called in the way that is known.
+// False, without any change, if the function isn't called in the known way.
 bool have_raise(nb::handle function, nb::handle error) {
   constexpr unsigned long kHasVectorcall = 1UL << 11;  // Py_TPFLAGS_HAVE_VECTORCALL
   PyTypeObject* type = Py_TYPE(function.ptr());
@@ -162,7 +163,7 @@ bool have_raise(nb::handle function, nb::handle error) {
   return true;
 }
 
-PyObject* at_first_callee;  // null when it has been called
+PyObject* at_first_callee;  // null after the call
 
 }  // namespace
 

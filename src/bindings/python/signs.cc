@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the signs of programs from JAX's C++ code, with their results, and says how far a thread
-// may go ahead of its programs.
+// Takes the signs of programs from JAX's C++ code, with their results, and limits a thread's lead
+// over its programs.
 //
-// XLA has 32 programs of a device under way, and then makes the next wait: also a program that the
-// function of a gate runs, which a program under way waits for. So a thread is held back in time.
+// XLA has at most 32 programs of a device in flight; the next one waits, even if a gate's function
+// runs it and a program in flight waits for it. So a thread is held back before that.
 #include "bindings/python/signs.h"
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 namespace callgate::bindings {
 namespace {
 
-// A thread's programs since it was last held back. Owned by the thread's state: Python drops it
+// A thread's programs since it was last held back. Owned by the thread's state; Python drops it
 // under the GIL.
 class Ahead : Immovable {
  public:
@@ -37,7 +37,7 @@ class Ahead : Immovable {
     if (!counts_calls) count();
   }
 
-  // Waits, at every `kStep`th, for the program of as many before.
+  // At every `kStep`th program, waits for the program `kStep` before.
   void count() {
     if (++count_ < kStep) return;
     count_ = 0;
@@ -46,12 +46,12 @@ class Ahead : Immovable {
     if (!before.is_valid()) return;
     try {
       before.attr("block_until_ready")();
-    } catch (nb::python_error& error) {  // left to those who wait for the program
+    } catch (nb::python_error& error) {  // for those who wait for the program
       if (!error.matches(PyExc_Exception)) throw;
     }
   }
 
-  // Lets go of its signs, which are returned.
+  // Releases and returns its signs.
   nb::list take() {
     counts_calls = false;
     nb::list taken;
@@ -68,7 +68,7 @@ class Ahead : Immovable {
   nb::object before_, last_;
 };
 
-// The values that `keep_signs` has set, for the life of the process.
+// The values set by `keep_signs`, for the process's life.
 struct Keeper {
   nb::dict signs;
   nb::list listeners;
@@ -77,7 +77,7 @@ struct Keeper {
 };
 Keeper* keeper;
 
-// Takes a program's sign off its results, which it returns. `key`: see `_Program.key`.
+// Removes a program's sign from its results and returns the results. `key`: see `_Program.key`.
 nb::object keep(const nb::tuple& key, const nb::sequence& children, bool returning) {
   nb::object results = children[0], sign = children[1];
   nb::handle number = key[0];

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The signs of a thread's programs, which say that a program has ended (_jax/cpp_path.py).
+// The signs of a thread's programs, which are ready when a program has ended (_jax/cpp_path.py).
 #pragma once
 
 #include "bindings/python/gil.h"
 
 namespace callgate::bindings {
 
-// True once this thread has dispatched a program whose function may run programs, until that ended.
+// True from the dispatch of a program whose function may run programs until that program ends.
 inline thread_local bool counts_calls = false;
 
-// Counts a call of a jitted function, and waits where too many are under way. False with an error.
+// Counts a call of a jitted function, and waits if too many are in flight. False with an error.
 bool count_call();
 
 }  // namespace callgate::bindings

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gates whose lanes a function of Python's sends elsewhere: to an executor, or to the workers that
-// have the objects of a call. It gets all lanes of a call, and brings their results. Under the GIL.
+// Gates whose lanes a Python function sends elsewhere: to an executor, or to the workers with the
+// objects of a call. The function gets all lanes of a call and delivers their results. Under the
+// GIL.
 #include <nanobind/stl/string.h>
 
 #include <array>
@@ -44,7 +45,7 @@ class ExecutorSite final : public GateSite<ExecutorSite, ExecutorCallee> {
   void run_watched(const Call& call) {
     const std::optional<LanesOfCall> of_call = lanes_of(call);
     const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
-    std::int64_t first = 0, failed = -1;  // the last part's first lane; which of its lanes raised
+    std::int64_t first = 0, failed = -1;  // the last part's first lane; its failed lane
     auto run = [&](const Call& part, const LanesOfCall* of_part, std::int64_t lane) {
       first = lane;
       run_lanes(part, of_part == nullptr ? nullptr : &**of_part, failed);

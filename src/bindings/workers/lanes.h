@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lanes of a call as functions of Python's see them that send them elsewhere. Under the GIL.
+// The lanes of a call for Python functions that send them elsewhere. Under the GIL.
 #pragma once
 
 #include <cstddef>
@@ -18,10 +18,10 @@
 
 namespace callgate::bindings {
 
-// The lanes of one call, for as long as it runs.
+// The lanes of one running call.
 class CallLanes : Immovable {
  public:
-  std::int64_t failed = -1;  // the lane that raised what the call raises; -1 for an unknown one
+  std::int64_t failed = -1;  // the lane whose exception the call raises; -1 if unknown
 
   CallLanes(const Call& call, const Lanes* lanes, std::string gate, std::string spec, bool cast)
       : call_(&call), lanes_(lanes), gate_(std::move(gate)), spec_(std::move(spec)), cast_(cast) {}
@@ -45,7 +45,7 @@ class CallLanes : Immovable {
     return nb::tuple(arrays);
   }
 
-  // A copy of one of them.
+  // A copy of one operand.
   nb::object take_one(std::int64_t lane, std::size_t operand) const {
     check(lane);
     if (operand >= call_->operands.size()) raise(PyExc_IndexError, "CallLanes: no such operand");
@@ -54,7 +54,7 @@ class CallLanes : Immovable {
     return make_copy(views[operand]);
   }
 
-  // Arrays for a lane's results, without values.
+  // Uninitialized arrays for a lane's results.
   nb::tuple empty() const {
     check(0);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
@@ -64,7 +64,7 @@ class CallLanes : Immovable {
     return nb::tuple(arrays);
   }
 
-  // A lane's results, flat.
+  // Stores a lane's results, flat.
   void give(std::int64_t lane, const nb::object& values) const {
     check(lane);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());

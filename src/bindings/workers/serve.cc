@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker process: it runs call sites of gates, as the runtime runs them in the parent, but
-// called by that.
+// A worker process: it runs call sites of gates like the runtime in the parent, which calls them.
 #include "workers/serve.h"
 
 #include <nanobind/stl/string.h>
@@ -22,9 +21,9 @@
 namespace callgate::bindings {
 namespace {
 
-constinit thread_local std::int64_t current_lane = 0;  // whose call runs
+constinit thread_local std::int64_t current_lane = 0;  // the running call's
 
-// `handler` is python/callgate/_places/worker.py's.
+// `handler` comes from python/callgate/_places/worker.py.
 class PyServed final : public Served {
  public:
   explicit PyServed(nb::object handler) : handler_(std::move(handler)) {}
@@ -70,7 +69,7 @@ class PyServed final : public Served {
   }
 
  private:
-  // Returns body(). An exception of Python's becomes Raised.
+  // Returns body(). Converts a Python exception into Raised.
   template <typename Body>
   nb::object answer(Body&& body) {
     nb::object result;
@@ -79,7 +78,7 @@ class PyServed final : public Served {
     return result;
   }
 
-  // The same of a call site's failure, whose text names the exception.
+  // The same for a call site's failure, whose text names the exception.
   template <typename Body>
   void relayed(Body&& body) try {
     body();

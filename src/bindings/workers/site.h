@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A gate that runs in worker processes, and its call sites: without the GIL, until something fails,
-// or until a recording has to be asked. A worker's side is serve.cc.
+// A gate that runs in worker processes, and its call sites, which take the GIL only for failures
+// and recordings. serve.cc is the worker's side.
 #pragma once
 
 #include <algorithm>
@@ -27,10 +27,10 @@ namespace callgate::bindings {
 // Numbers of definitions.
 inline std::uint64_t next_definition() {
   static std::atomic<std::uint64_t> next{1};
-  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  return next.fetch_add(1, std::memory_order_relaxed);  // only a number, no order
 }
 
-// A definition that the pool's workers drop when nobody needs it any more.
+// A definition that the pool's workers drop when it is no longer needed.
 class HeldDefinition : Immovable {
  public:
   HeldDefinition(std::shared_ptr<Pool> pool, std::uint64_t of, std::string bytes)
@@ -69,9 +69,9 @@ struct WorkerOptions {
 
 class WorkerCallee final : public GateCallee, public std::enable_shared_from_this<WorkerCallee> {
  public:
-  // `start()` gives the WorkerPool, `describe(spec, cast)` the bytes that define a call site for a
-  // worker, and `describe(None, False)` those that define the gate; `failed(what)` makes an
-  // exception of a WorkerFailure.
+  // `start()` returns the WorkerPool. `describe(spec, cast)` returns the bytes that define a call
+  // site for a worker, and `describe(None, False)` those that define the gate. `failed(what)` makes
+  // an exception from a WorkerFailure.
   WorkerCallee(std::string name, nb::object started, nb::object described, nb::object made,
                WorkerOptions chosen)
       : GateCallee(std::move(name)),
@@ -87,12 +87,12 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   const WorkerOptions options;
   LateReference start, describe, failed;
   SharedCounters counters;
-  // From the first site on that is to call a worker; under the GIL.
+  // Set by the first site that calls a worker; under the GIL.
   std::shared_ptr<Pool> pool;
   std::shared_ptr<HeldDefinition> definition;
 };
 
-// The choices of Python for a call that it makes itself.
+// Python's choices for a call that it makes itself.
 struct Chosen {
   std::int64_t first_lane = 0;
   std::span<const std::uint64_t> placed;
@@ -107,8 +107,7 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
   WorkerSite(std::shared_ptr<WorkerCallee> callee, SiteSpec spec)
       : GateSite(std::move(callee), std::move(spec)) {}
 
-  // Has the definitions made that workers need, and the pool, once. Under the GIL; throws a Python
-  // exception.
+  // Makes the workers' definitions and the pool, once. Under the GIL; throws a Python exception.
   void prepare() {
     auto given = [](nb::object object) {
       if (!object.is_valid()) nb::raise_python_error();
@@ -123,10 +122,10 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
     }
     nb::object described = given(call_python(callee_->describe.get(), "sO", spec_.spec.c_str(),
                                              casts() ? Py_True : Py_False));
-    if (prepared_.load(std::memory_order_relaxed)) return;  // another thread's, meanwhile
+    if (prepared_.load(std::memory_order_relaxed)) return;  // by another thread meanwhile
     gate_ = callee_->definition;
     site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
-    prepared_.store(true, std::memory_order_release);  // who sees it sees both definitions
+    prepared_.store(true, std::memory_order_release);  // readers see both definitions
   }
 
   void run_watched(const Call& call) {
@@ -139,7 +138,7 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
     }
   }
 
-  // A call of Python's, which has the GIL; raises what it fails with.
+  // A call from Python, which holds the GIL; raises its failure.
   void run_from_python(const Call& call, const Lanes& lanes, const Chosen& chosen) {
     prepare();
     auto failure = run_without_gil(call, lanes, chosen);
@@ -162,7 +161,7 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
     return failure;
   }
 
-  // A call that Python has to do with before workers have, if they have at all.
+  // A call that involves Python before the workers, or instead of them.
   void run_under_gil(const Call& call) {
     const std::optional<LanesOfCall> of_call = lanes_of(call);
     const LanesOfCall* lanes = of_call ? &*of_call : nullptr;
@@ -173,7 +172,7 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
       const Lanes* own = of_part == nullptr ? nullptr : &**of_part;
       Chosen chosen;
       chosen.first_lane = lane;
-      // A part's first lane is that of the whole call: run_in_workers() adds its own part's.
+      // A part's first lane is the whole call's; run_in_workers() adds the part's own.
       if (lanes != nullptr)
         chosen.first_lane += lanes_before(&**lanes, call) - lanes_before(own, call);
       failed = run_without_gil(part, own == nullptr ? none : *own, chosen);
@@ -231,21 +230,20 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
     throw error_of(exception_of(why, call), call, why);
   }
 
-  // The lanes of all shards before a call's first one, where numbered levels are outermost.
-  // With null of a call without levels.
+  // The number of lanes of all shards before a call's first one, if numbered levels are outermost.
+  // `lanes` is null for a call without levels.
   static std::int64_t lanes_before(const Lanes* lanes, const Call& call) {
     const std::int64_t total = lanes == nullptr ? 1 : lanes->total();
     const std::int64_t count = lanes == nullptr ? 1 : lanes->count();
     return std::max(call.context.shard, 0) * total + call.context.lane * count;
   }
 
-  // The lane whose function raised; -1 where the worker failed, which may have had several.
+  // The lane whose function raised; -1 if the worker failed, which may have had several lanes.
   static std::int64_t failed_lane(const WorkerFailure& why) {
     return why.kind == WorkerFailure::Kind::kRaised ? why.lane : -1;
   }
 
-  // The error that XLA gets for an exception, of a worker's failure or of Python's own. Under the
-  // GIL.
+  // The XLA error for an exception, from a worker's failure or from Python. Under the GIL.
   Error error_of(const nb::python_error& raised, const Call& call,
                  const std::optional<WorkerFailure>& why) const {
     if (!why || why->kind != WorkerFailure::Kind::kOverdue) {
@@ -260,7 +258,7 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
                            failure_text(raised, name(), spec_.site, spec_.layout, call.context));
   }
 
-  // The exception that stands for a failure. Under the GIL.
+  // The exception for a failure. Under the GIL.
   nb::python_error exception_of(const WorkerFailure& why, const Call& call) const {
     nb::object given = call_python(
         callee_->failed.get(), "(N)",
@@ -284,7 +282,7 @@ inline std::shared_ptr<Site> WorkerCallee::specialise(SiteSpec spec) {
   GilScope gil;
   const std::string place = spec.site;
   auto site = std::make_shared<WorkerSite>(shared_from_this(), std::move(spec));
-  if (is_replaying()) return site;  // a recording answers its calls: workers may never be needed
+  if (is_replaying()) return site;  // a recording answers its calls: it may need no workers
   if (auto raised = raised_by([&] { site->prepare(); }))
     throw Error::verbatim(ErrorCode::kInvalidArgument, failure_text(*raised, name(), place));
   return site;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Workers and their gates, as Python sees them.
+// Workers and their gates, for Python.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -46,7 +46,7 @@ std::vector<ArrayView> views_of(const nb::object& arrays) {
   return views;
 }
 
-// One lane, of NumPy's arrays.
+// One lane, from NumPy arrays.
 void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::object& results,
                 std::int64_t lane, std::uint32_t interrupts) {
   const std::vector<ArrayView> inputs = views_of(operands);
@@ -57,7 +57,7 @@ void run_arrays(const SiteOfPython& site, const nb::object& operands, const nb::
   site.site->run_from_python(Call{inputs, outputs, {}}, Lanes(), chosen);
 }
 
-// All lanes of a call that runs; returns which workers ran them.
+// All lanes of a running call; returns the workers that ran them.
 std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
                                      const std::vector<std::uint64_t>& placed, bool send_results) {
   std::vector<std::uint64_t> ran_on(static_cast<std::size_t>(lanes.count()));
