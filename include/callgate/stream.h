@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads callgate's stream format: what taps sent, from a file, a socket or memory, in C++17.
+// Reads callgate's stream format, the records of taps, from a file, a socket or memory, in C++17.
 //
-// This header and crc32c.h stand alone: no XLA, no Python, nothing else of callgate. A Reader
+// This header and crc32c.h have no other dependencies: no XLA, no Python. A Reader
 // belongs to one thread at a time. All integers are little-endian; big-endian machines are not
 // supported.
 //
@@ -13,7 +13,7 @@
 //             8  u64    length of the whole frame, these 24 bytes included, a multiple of 8
 //            16  u32    0
 //            20  u32    CRC-32C of the bytes [0, 20)
-//            24         body, by kind; a reader skips what is beyond the fields it knows
+//            24         body, by kind; a reader skips bytes behind the fields that it knows
 //
 //   'S'      24  u32    version, 1                    A writer's first frame. One that appends to
 //            28  u32    process id of the writer      a file writes another; sources of the
@@ -54,14 +54,14 @@
 //   'E'      24  u64    records of this session       32  i64  time: the writer closed the stream
 //
 //   'X'      24  u32    bytes of the text             28  u32  0
-//            32         why a server does not serve this reader (UTF-8), padded to 8 bytes by
-//            zeros;
-//                       the only frame of its connection
+//            32         the reason why a server refuses this reader (UTF-8), padded to 8 bytes by
+//                       zeros; the only frame of its connection
 //
-// A file that ends within a frame is being written, or its writer was killed: what is whole counts,
-// and the next writer cuts the rest off. So does one whose bytes are zero from within a frame on to
-// the end, over a whole sector's beginning: after a power loss file systems have the length of what
-// was never written. Anything else that is not as above is a FormatError.
+// A file that ends within a frame is being written, or its writer was killed. Its whole frames
+// count, and the next writer cuts the rest off. The same holds for a file whose bytes are zero from
+// some byte of a frame to the end, if they include the beginning of a sector: after a power loss,
+// file systems have the length of data that was never written. Any other deviation raises
+// FormatError.
 #pragma once
 
 #include <fcntl.h>

@@ -157,7 +157,7 @@ void report_late() noexcept try {
       callee = name.substr(0, colon) + " '" + name.substr(colon + 1) + "'";
     report_lost(callee, count);
   }
-} catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
+} catch (...) {  // NOLINT(bugprone-empty-catch): no receiver is left
 }
 
 // Runs when the C library ends the process.
@@ -189,12 +189,14 @@ void bind_process(nb::module_& module) {
     Interrupts::watch();
     return Interrupts::recent();
   });
-  module.def("interrupted_recently", &Interrupts::recent, "Whether Ctrl-C came just now.");
-  module.def("interrupts", &Interrupts::count, "How often Ctrl-C came so far.");
-  module.def("interrupted_since", &Interrupts::end_since, nb::arg("count"),
-             "Whether Ctrl-C has come since it had come so often, and is to end what runs.");
+  module.def("interrupted_recently", &Interrupts::recent,
+             "True if there was a Ctrl-C within the last second.");
+  module.def("interrupts", &Interrupts::count, "The number of Ctrl-C so far.");
+  module.def(
+      "interrupted_since", &Interrupts::end_since, nb::arg("count"),
+      "True if there was a Ctrl-C after this number of them that must end the running code.");
   module.def("end_programs", &Interrupts::end_all, nb::arg("on"),
-             "Has every call of a program end it, until it is told False.");
+             "Makes every call end its program, until called with False.");
   module.def(
       "watch_exit",
       [] {  // once
@@ -202,7 +204,7 @@ void bind_process(nb::module_& module) {
         immortal<ExitWatch>().sent_before = sent_by_channel();
         call_at_end(&at_process_end);
       },
-      "What is tapped from now on is reported as too late.");
+      "From now on, tapped values are reported as too late.");
   module.def("fail_exit",
              [] { immortal<ExitWatch>().failed.store(true, std::memory_order_relaxed); });
 }
@@ -243,7 +245,7 @@ NB_MODULE(_callgate, module) {
         bind_gate, bind_tape, bind_kernel, bind_peers, bind_stream, bind_progress, bind_jitted,
         bind_signs, bind_upload, bind_workers, bind_serve, bind_executors, bind_steer})
     bind(module);
-  module.def("targets", &targets, "By platform and target, for jax.ffi.");
+  module.def("targets", &targets, "The FFI handlers by platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks);
   module.def("set_resolver", &set_resolver, nb::arg("define"));
   module.def("dtype_codes", &dtype_codes);
@@ -260,21 +262,22 @@ NB_MODULE(_callgate, module) {
         // Waiting tasks may need it.
         return without_gil([&] { return cuda::Completions::drain_all(seconds_of(seconds)); });
       },
-      nb::arg("seconds"), "Waits for what GPUs' programs have sent; False when time ran out.");
+      nb::arg("seconds"),
+      "Waits for the values sent by programs on GPUs; False if the time ran out.");
   module.def(
       "device_memory_in_use",
       [] {
         cuda::MemoryInUse in_use = cuda::memory_in_use();
         return nb::make_tuple(in_use.pinned, in_use.device);
       },
-      "Bytes that copies between hosts and GPUs hold: (pinned memory, memory of GPUs).");
+      "The bytes held by copies between host and GPUs: (pinned memory, GPU memory).");
   module.def("abandon_devices", [] {
     cuda::Completions::abandon_all();
     cuda::Pool::abandon_all();
   });
   module.def(
       "set_device_id", [](int ordinal, std::int64_t id) { cuda::Device::at(ordinal).set_id(id); },
-      nb::arg("ordinal"), nb::arg("id"), "jax.Device.id of a GPU, by its number for CUDA.");
+      nb::arg("ordinal"), nb::arg("id"), "Sets the jax.Device.id of a GPU, by its number in CUDA.");
   module.def("active_calls", [] { return Lifecycle::instance().active(); });
   module.def("drain", &drain_released);
   module.def("shut_down", &shut_down, nb::arg("seconds"));

@@ -70,17 +70,17 @@ void bind_progress(nb::module_& module) {
           call_unraisable(function, nullptr);
         });
       },
-      nb::arg("wake"), "Called by the first bar that begins while nobody draws.");
+      nb::arg("wake"),
+      "Sets the function that the first bar calls that begins while no thread draws.");
   module.def("progress_poll", &poll,
              "(handle, bar, text, run, total, count, age, seconds, phase, lane, first, last, at) "
-             "of all.");
+             "of each bar.");
   module.def("progress_release", [](std::int32_t handle) { board.release(handle); });
   module.def(
-      "progress_retire", [] { return board.retire(); },
-      "Stops drawing, unless there are bars: then False.");
+      "progress_retire", [] { return board.retire(); }, "Stops drawing; False if there are bars.");
   module.def("progress_call", &call_of, nb::arg("text"), nb::arg("held"),
-             "Makes the function behind a call that comes by JAX's callbacks: of its arrays and "
-             "the result's shape, to the result's numbers.");
+             "Makes the function of a call through JAX's callbacks: it takes the arrays and the "
+             "result's shape, and returns the result's numbers.");
 }
 
 }  // namespace callgate::bindings

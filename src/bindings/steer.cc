@@ -38,7 +38,7 @@ void bind_steer(nb::module_& module) {
   bind_callee<KnobHandle>(module, "Knob", "A number that programs read and the host writes.")
       .def(nb::init<std::string, std::uint64_t>(), nb::arg("name"), nb::arg("bits"))
       .def("set", [](const KnobHandle& knob, std::uint64_t bits) { knob.callee->set(bits); });
-  bind_callee<StopHandle>(module, "Stop", "Whether a program was asked to stop.")
+  bind_callee<StopHandle>(module, "Stop", "True if a program was asked to stop.")
       .def(nb::init<std::string>(), nb::arg("name"));
   module.def("run_dispatched", &run_dispatched, nb::arg("stops"), nb::arg("run"), nb::arg("args"),
              nb::arg("kwargs"), "Calls run(*args, **kwargs), which dispatches the stops' program.");

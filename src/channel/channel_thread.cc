@@ -206,7 +206,7 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
   } catch (...) {
     on_error_(*this, consumer, "an unknown C++ exception");
   }
-} catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
+} catch (...) {  // NOLINT(bugprone-empty-catch): no receiver is left
 }
 
 // Calls `what` of each consumer in `current_`, and empties `current_`.

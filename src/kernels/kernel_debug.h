@@ -69,19 +69,20 @@ void set_crash_report(bool on);
 
 // --- Memory checks -------------------------------------------------------------------------------
 //
-// A checked call runs its kernel on copies of its arrays, up to three times. Each copy lies between
+// A checked call runs its kernel on copies of its arrays, up to three times. Each copy is between
 // two guards. Results, scratch memory and guards are filled with patterns that kernels hardly ever
-// write, guards with one of their own for each array. It finds:
+// write; each array's guards have their own pattern. The check detects:
 //
-//   - a byte of a guard has changed: a write before or after an array;
-//   - an operand has changed that is no result as well;
-//   - an element of a result still has the pattern. In one run that may be its value by chance, so
-//     a kernel without effects runs again with another pattern. One with effects runs once, and its
-//     results of types without room for a rare value (small integers, bool) are not looked at;
-//   - the results differ with the pattern, and not from run to run: the kernel has read what nobody
-//     wrote, in its results, in scratch memory or beyond its arrays.
+//   - a changed byte of a guard: a write before or after an array;
+//   - a changed operand that isn't also a result;
+//   - an element of a result that still has the pattern. In one run the pattern may be the correct
+//     value, so a kernel without effects runs again with another pattern. A kernel with effects
+//     runs once, and its results of types without a rare value (small integers, bool) are not
+//     checked;
+//   - results that differ with the pattern, but not from run to run: the kernel has read
+//     uninitialized memory, in its results, in scratch memory or beyond its arrays.
 //
-// XLA's own memory is written once, when all is well.
+// XLA's own memory is written once, after a check without findings.
 
 // Replaces a call's scratch memory, to check its use.
 class ScratchSource {

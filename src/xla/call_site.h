@@ -187,13 +187,13 @@ class Promise : Immovable {
 
 // --- Calls that another thread may end -----------------------------------------------------------
 //
-// Overdue calls, past their timeout: a report says where Python's threads stand, so it
-// needs the GIL, which the very callable may hold for ever. So another thread makes it, and after a
-// short while the call fails without: the watchdog's thread never waits.
+// Overdue calls, past their timeout: a report has the stacks of Python's threads, so it needs the
+// GIL, which the overdue callable may hold for ever. So another thread makes the report, and after
+// a short while the call fails without one: the watchdog's thread never waits.
 //
-// And calls that wait for themselves: while JAX calls a jitted function for the first time, other
-// threads that call it wait until that call has ended, with all gates in it. A gate on a thread of
-// its own which calls the very function would wait for ever. So the first run of a program is
+// Calls that wait for themselves: while JAX calls a jitted function for the first time, other
+// threads that call it wait until that call has ended, with all its gates. A gate on a thread of
+// its own that calls the same function would wait for ever. So the first run of a program is
 // watched.
 
 struct WatchedCall : Immovable {

@@ -31,14 +31,14 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// --- Which call site a call is at, found from what the call frame holds --------------------------
+// --- The call site of a call, from its call frame ------------------------------------------------
 //
-// XLA's own way, State_Get, takes as long as the rest of a kernel's call. So a thread remembers the
-// sites of its last calls by the attribute `_key` that programs give each call of a kernel: a hash
-// of the call's other attributes. Sites of one key are one object, shared by all executables that
-// hold the call, so that it lives as long as any of them; a key that stands for two different sites
-// (a kernel was defined anew under its name, say) is not remembered. Any change of what a key
-// stands for raises the generation, which makes every thread forget.
+// XLA's own look-up, State_Get, takes as long as the rest of a kernel's call. So a thread caches
+// the sites of its last calls by the attribute `_key` of each kernel call in programs, a hash of
+// the call's other attributes. Sites with one key are one object, shared by all executables with
+// the call, so it lives as long as any of them. A key of two different sites, such as after a
+// kernel was redefined under its name, is not cached. Any change of a key's site increments the
+// generation, which clears every thread's cache.
 
 // A kernel bound to one call of a program.
 struct BoundKernel : Immovable {

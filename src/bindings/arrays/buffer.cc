@@ -406,7 +406,8 @@ void bind_buffer(nb::module_& module) {
         return store(view_of(target, "store"), value.ptr(), cast);
       },
       nb::arg("target"), nb::arg("value").none(), nb::arg("cast"),
-      "Copies what a gate returned into an array; else what it is, where that is of another type.");
+      "Copies a gate's returned value into an array; returns a description if it has another "
+      "type.");
 }
 
 }  // namespace callgate::bindings

@@ -255,14 +255,14 @@ struct UploadHandle : Immovable {
 
 void bind_upload(nb::module_& module) {
   nb::class_<UploadHandle>(module, "Upload",
-                           "Arrays of the host on their way to a GPU, by way of pinned memory.")
+                           "Host arrays on their way to a GPU, through pinned memory.")
       .def(nb::init<int, const nb::sequence&>(), nb::arg("ordinal"), nb::arg("arrays"))
       .def_prop_ro(
           "ordinal", [](const UploadHandle& of) { return of.upload->device().ordinal(); },
-          "The GPU's number for CUDA.")
+          "The GPU's number in CUDA.")
       .def("give", &UploadHandle::give, nb::arg("results"), nb::arg("lane") = 0,
            nb::arg("lanes") = 1,
-           "Has the stream of the call that runs on this thread copy them to its results.");
+           "Makes the stream of this thread's running call copy the arrays to the call's results.");
 }
 
 }  // namespace callgate::bindings

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// ArrayViews as NumPy arrays over the same memory, by NumPy's C API, where a view costs about 60
-// ns, and 300 ns through the buffer or DLPack protocols.
+// ArrayViews as NumPy arrays over the same memory. They use NumPy's C API, with which a view costs
+// about 60 ns, instead of 300 ns through the buffer or DLPack protocols.
 //
-// An input's array is read-only, and stays so: its base is an object without a buffer, so NumPy
-// finds nobody to ask for write access. Arrays derived from a view keep the view alive, which is
-// how an escape shows in its reference count. The GIL is held in all of these.
+// An input's array stays read-only: its base is an object without a buffer, so NumPy can't grant
+// write access. Arrays derived from a view keep the view alive, so an escape shows in its reference
+// count. The GIL is held in all of these functions.
 #pragma once
 
 #include <nanobind/stl/string.h>
@@ -159,7 +159,7 @@ inline nb::object make_copy(const ArrayView& view) {
   return array;
 }
 
-// --- What Python hands to the runtime itself, outside of any program
+// --- Values that Python passes to the runtime, outside programs
 
 // A contiguous array, borrowed. Throws Error for other values; `what` names the array in the
 // message.

@@ -154,7 +154,7 @@ void bind_channel(nb::module_& module) {
            [](const Consumer& of) { return "<native consumer: " + of.description() + ">"; })
       .def(
           "close", [](Consumer& consumer) { without_gil([&] { consumer.close(); }); },
-          "No record follows; after it was removed from its channel.");
+          "Closes the consumer, after its removal from its channel.");
   module.def("set_consumer_failed", [](nb::callable hook) {
     g_on_error = hook.release().ptr();  // held for the process's life
   });
@@ -197,7 +197,7 @@ void bind_channel(nb::module_& module) {
       [](std::optional<double> timeout) { return flush(Channels::instance().all(), timeout); },
       nb::arg("timeout").none() = nb::none());
   module.def("delivers_here", &Channel::on_thread_of_any,
-             "Whether this is a channel's thread, as it is in a consumer.");
+             "True if this is a channel's thread, which runs consumers.");
   module.def("channel_stats", [] {
     nb::dict all;
     for (const auto& channel : Channels::instance().all())

@@ -212,10 +212,10 @@ class RecordWriter : Immovable {  // consumers identify sources by address
 }  // namespace
 
 void bind_sinks(nb::module_& module) {
-  nb::class_<StatsReader>(module, "StatsReader", "What a Stats sink has counted.")
+  nb::class_<StatsReader>(module, "StatsReader", "The statistics of a Stats sink.")
       .def("read", &read_stats)
       .def("clear", [](const StatsReader& reader) { without_gil([&] { reader.sink->clear(); }); });
-  nb::class_<LineFile>(module, "LineFile", "The file of a sink of lines.")
+  nb::class_<LineFile>(module, "LineFile", "The file of a sink that writes lines.")
       .def(nb::new_([](const std::string& sink, const std::string& path, bool append) {
              return claim<LineFile>(sink, path, mode_of(append), Place::kAlone,
                                     [](std::string_view) { return false; });
@@ -224,9 +224,9 @@ void bind_sinks(nb::module_& module) {
       .def("first_line", [](const LineFile& file) { return bytes_of(file.first_line()); })
       .def("append", &append_lines, nb::arg("lines"))
       .def("close", [](LineFile& file) { without_gil([&] { file.close(); }); });
-  nb::class_<File>(module, "FileClaim",
-                   "Keeps other sinks away from a file that a library opens by itself, or which is "
-                   "to be replaced.")
+  nb::class_<File>(
+      module, "FileClaim",
+      "Locks a file against other sinks, if a library opens it itself or if it will be replaced.")
       .def(nb::new_([](const std::string& who, const std::string& path) {
              return claim<File>(who, path, FileUse{FileMode::kAppend});
            }),
@@ -249,9 +249,9 @@ void bind_sinks(nb::module_& module) {
         return std::shared_ptr<Consumer>(std::make_shared<Thinned>(std::move(to), every, rate));
       },
       nb::arg("to"), nb::kw_only(), nb::arg("every"), nb::arg("rate"),
-      "A consumer that gives another some of its records.");
+      "A consumer that passes a part of its records on to another.");
   nb::class_<RecordWriter>(module, "RecordWriter",
-                           "Hands records made in Python to a native consumer.")
+                           "Passes records made in Python to a native consumer.")
       .def(nb::init<std::shared_ptr<Consumer>>(), nb::arg("consumer"))
       .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
            nb::arg("leaves"), nb::arg("description") = "", nb::arg("seq"), nb::arg("time_ns"),

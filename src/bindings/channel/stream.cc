@@ -278,13 +278,13 @@ void bind_stream(nb::module_& module) {
   nb::class_<StreamReader>(module, "StreamReader", "Reads a stream; see callgate.open_stream.")
       .def(nb::init<std::string>(), nb::arg("address"))
       .def("read", &StreamReader::read, nb::arg("timeout") = 0.0, nb::arg("limit") = 1,
-           "(source, seq, time_ns, run, device, flags, arrays) of each record that is there.")
-      .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
+           "(source, seq, time_ns, run, device, flags, arrays) of each available record.")
+      .def("scan", &StreamReader::scan, "Reads to the end, only for sources().")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_ro("closed", &StreamReader::closed, "Whether the writer closed it.")
-      .def_ro("ended", &StreamReader::ended, "Whether the last read met the end.")
-      .def_ro("offset", &StreamReader::offset, "Where the next frame begins.")
+      .def_ro("closed", &StreamReader::closed, "True if the writer closed it.")
+      .def_ro("ended", &StreamReader::ended, "True if the last read reached the end.")
+      .def_ro("offset", &StreamReader::offset, "The position of the next frame.")
       .def_ro("process", &StreamReader::process, "The writer's process id.")
       .def_ro("address", &StreamReader::address);
 }

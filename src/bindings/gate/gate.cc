@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See the header. The GIL is held by whoever comes from Python, and taken by what XLA calls.
+// See the header. Calls from Python hold the GIL; calls from XLA take it.
 #include "bindings/gate/gate.h"
 
 #include <nanobind/stl/optional.h>
@@ -111,28 +111,28 @@ struct ItemQueueHandle {
 
 void bind_items(nb::module_& module) {
   nb::class_<ItemQueueHandle>(module, "ItemQueue",
-                              "A feed's items, which its programs take without the GIL.")
+                              "A feed's items, which programs take without the GIL.")
       .def(nb::init<std::vector<std::size_t>, std::size_t, std::size_t>(), nb::arg("bytes"),
            nb::arg("most"), nb::arg("refill"))
       .def(
           "put", [](const ItemQueueHandle& h, const nb::list& arrays) { return h.put(arrays); },
-          nb::arg("arrays"), "Adds an item; False when items are not to go here any more.")
+          nb::arg("arrays"), "Adds an item; False if the queue accepts no more items.")
       .def("fill", &ItemQueueHandle::fill, nb::arg("iterator"), nb::arg("dtype"), nb::arg("shape"),
-           "Adds what an iterator gives, while there is room and each is a contiguous array, or a\n"
-           "scalar of NumPy's, of that type, the only one of an item. Returns why no more is, with "
-           "the item that is left:\n"
-           "'full', 'over', 'item' (of another form, or not to go here), or 'awaited'.")
-      .def_rw("awaited", &ItemQueueHandle::awaited, "Whether `fill` stops after each item.")
+           "Adds an iterator's items while there is room. Each must be a single contiguous array, "
+           "or a\n"
+           "NumPy scalar, of the given type. Returns the reason for the stop and the remaining "
+           "item: 'full',\n"
+           "'over', 'item' (another form, or not accepted), or 'awaited'.")
+      .def_rw("awaited", &ItemQueueHandle::awaited, "True if `fill` stops after each item.")
       .def("has_room", [](const ItemQueueHandle& h) { return h.queue->has_room(); })
       .def(
           "wait_for_room",
           [](const ItemQueueHandle& h) {
             return without_gil([&] { return h.queue->wait_for_room(); });
           },
-          "False when items are not to go here any more.")
+          "False if the queue accepts no more items.")
       .def("pop", &ItemQueueHandle::pop, "The next item, if there is one.")
-      .def("leave", &ItemQueueHandle::leave,
-           "No items go here any more; gives back those that wait.")
+      .def("leave", &ItemQueueHandle::leave, "Stops accepting items; returns the waiting ones.")
       .def("size", [](const ItemQueueHandle& h) { return h.queue->size(); })
       .def("taken", [](const ItemQueueHandle& h) { return h.queue->taken(); })
       .def("put_count", [](const ItemQueueHandle& h) { return h.queue->put(); })
@@ -248,9 +248,9 @@ void bind_settings(nb::module_& module) {
         return events;
       },
       nb::arg("first"),
-      "(kind, name, the system's number of the thread, and in nanoseconds the start, the wait for "
-      "the GIL, and the duration, that wait included) of each call since the start_trace that "
-      "returned `first`.");
+      "(kind, name, the system's thread number, and in nanoseconds the start, the wait for the "
+      "GIL, and the duration including this wait) of each call since the start_trace that returned "
+      "`first`.");
   module.def("tracing", [] { return Timeline::on(); });
   module.def("trace_event",
              [](const std::string& kind, const std::string& name, std::int64_t start_ns) {
@@ -288,7 +288,7 @@ void bind_gate(nb::module_& module) {
         if (call == nullptr) return std::nullopt;
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
-      "(stream, GPU's number) of the call on a GPU that runs on this thread; None on the CPU.");
+      "(stream, GPU's number) of this thread's running call on a GPU; None on the CPU.");
   bind_callee<CalleeHandle>(module, "Callee", "The runtime's handle on a Python callable, by name.")
       .def(
           "__init__",
@@ -322,17 +322,19 @@ void bind_gate(nb::module_& module) {
           [](const CalleeHandle& handle, const ItemQueueHandle& items) {
             handle.callee->items = items.queue;
           },
-          nb::arg("items"), "Has calls on the host take their results from there, if they can.");
+          nb::arg("items"),
+          "Makes calls on the host take their results from this queue, if possible.");
   bind_callee<CheckHandle>(module, "Check",
-                           "A callee that calls another one when its first operand is False.")
+                           "A callee that calls another one if its first operand is False.")
       .def(nb::init<std::string, const CalleeHandle&, bool>(), nb::arg("name"), nb::arg("failed"),
            nb::arg("breakpoint") = false);
   module.def("current_place", &current_place,
-             "Of the call on this thread of a callee that is `located`: the extents of its batch "
+             "For this thread's running call of a `located` callee: the extents of its batch "
              "levels, the lane's number, the device's id, its number in the program (-1: whole "
-             "arrays), and which part of its arrays that has, as text.");
-  module.def("current_run", &current_run,
-             "XLA's number of the execution, of the call on this thread of a `located` callee.");
+             "arrays), and its part of the arrays, as text.");
+  module.def(
+      "current_run", &current_run,
+      "XLA's number of the execution, for this thread's running call of a `located` callee.");
 }
 
 }  // namespace callgate::bindings

@@ -83,13 +83,14 @@ void bind_tape(nb::module_& module) {
         Py_XDECREF(before);
       },
       nb::arg("function").none(), nb::arg("replays") = false,
-      "Has each call of a gate told to function(gate, site, spec, lane, shard, device, run,\n"
-      "operands, types), which returns the results' bytes, None, or what is to be called with the\n"
-      "results, or the exception, of the call. None: no more.");
+      "Reports each call of a gate to function(gate, site, spec, lane, shard, device, run,\n"
+      "operands, types). It returns the results' bytes, None, or a function to call with the "
+      "call's\n"
+      "results or exception. None ends the reports.");
   module.def(
       "tape", []() -> nb::object { return tape.function ? nb::borrow(tape.function) : nb::none(); },
-      "What calls are told to, or None.");
-  module.def("is_replaying", &is_replaying, "Whether what they are told to answers them.");
+      "The function that receives calls, or None.");
+  module.def("is_replaying", &is_replaying, "True if this function answers the calls.");
 }
 
 }  // namespace callgate::bindings

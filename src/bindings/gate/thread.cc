@@ -37,9 +37,10 @@ bool submit_job(nb::object job) {
 }  // namespace
 
 void bind_threads(nb::module_& module) {
-  module.def("submit", &submit_job, nb::arg("job"),
-             "Has a thread of callgate's call job(), which raises nothing; False where none can.");
-  nb::class_<ThreadHandle>(module, "NamedThread", "A thread that runs jobs in their order.")
+  module.def(
+      "submit", &submit_job, nb::arg("job"),
+      "Calls job(), which must not raise, on one of callgate's threads; False if there is none.");
+  nb::class_<ThreadHandle>(module, "NamedThread", "A thread that runs its jobs in order.")
       .def(nb::init<std::string>(), nb::arg("name"))
       .def_prop_ro("number", [](const ThreadHandle& h) { return h.thread->number(); })
       .def("is_here", [](const ThreadHandle& h) { return h.thread->is_here(); })
@@ -50,23 +51,23 @@ void bind_threads(nb::module_& module) {
             return without_gil([&] { return h.thread->submit(std::move(run)); });
           },
           nb::arg("job"),
-          "Has the thread call job(), which raises nothing; False once it is closed.")
+          "Calls job(), which must not raise, on the thread; False once it is closed.")
       .def("close", [](const ThreadHandle& h) { h.thread->close(); })
       .def(
           "has_ended",
           [](const ThreadHandle& h, double seconds) {
             return without_gil([&] { return h.thread->has_ended(seconds_of(seconds)); });
           },
-          nb::arg("seconds"), "Whether it has ended in time, after close().");
+          nb::arg("seconds"), "After close(): True if it has ended in time.");
   module.def("current_thread", &NamedThread::current,
-             "The number of the named thread that runs this; 0 for any other.");
+             "The number of the running named thread; 0 on other threads.");
   module.def(
       "serve_thread",
       [](double seconds) {
         return without_gil([&] { return NamedThread::serve(seconds_of(seconds)); });
       },
       nb::arg("seconds"),
-      "On a named thread: runs its next job, if one comes in time, within the one that runs.");
+      "On a named thread: runs its next job inside the current one, if one comes in time.");
 }
 
 }  // namespace callgate::bindings

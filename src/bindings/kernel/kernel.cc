@@ -157,7 +157,7 @@ nb::tuple compile(const Nvrtc& nvrtc, const std::string& source, const std::stri
 
 void bind_kernel(nb::module_& module) {
   nb::class_<KernelTurn>(module, "KernelTurn", nb::is_weak_referenceable(),
-                         "What calls of kernels that are not thread-safe take, one at a time.")
+                         "The turn of calls of kernels that aren't thread-safe, one at a time.")
       .def(nb::new_([] { return std::make_shared<KernelTurn>(); }))
       .def_static(
           "of_library",
@@ -165,7 +165,7 @@ void bind_kernel(nb::module_& module) {
             return turn_of_library(reinterpret_cast<const void*>(address));
           },
           nb::arg("address"), nb::sig("def of_library(address: int) -> KernelTurn | None"),
-          "That of all kernels whose code is in the library of this address; None in no library.");
+          "The turn of all kernels with code in this address's library; None without a library.");
   bind_callee<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
       .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
            nb::arg("names"), nb::kw_only(), nb::arg("user_data") = 0,
@@ -192,9 +192,9 @@ void bind_kernel(nb::module_& module) {
       .def_prop_ro("architectures", &Nvrtc::architectures)
       .def("compile", &compile, nb::arg("source"), nb::arg("name"), nb::arg("options"),
            nb::arg("headers"), nb::arg("expressions"),
-           "(whether it succeeded, code, the expressions' names in it, the log).");
+           "(True if it succeeded, code, the expressions' names in it, the log).");
   module.def("cuda_capabilities", &capabilities,
-             "Compute capabilities of the devices that this process sees; none without a driver.");
+             "The compute capabilities of this process's devices; empty without a driver.");
 }
 
 }  // namespace callgate::bindings

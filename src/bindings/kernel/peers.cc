@@ -60,7 +60,7 @@ void bind_peers(nb::module_& module) {
   bind_form(function);
   nb::class_<PackedKernel> packed(
       module, "PackedKernel",
-      "A function of two structs as a kernel; see src/kernels/packed_kernel.h.");
+      "A function that takes two structs as a kernel; see src/kernels/packed_kernel.h.");
   packed.def("__init__", &make_packed_kernel, nb::arg("function"), nb::kw_only(), nb::arg("second"),
              nb::arg("bytes"), nb::arg("addresses"), nb::arg("zeroed"));
   bind_form(packed);

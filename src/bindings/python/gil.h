@@ -178,10 +178,10 @@ inline std::uintptr_t number_of(const void* pointer) {
 
 // --- References ----------------------------------------------------------------------------------
 //
-// XLA destroys executables, and with them the last reference to a callable, on whatever thread
-// comes by. Taking the GIL there could deadlock with a thread that holds it and waits for this one.
-// So the reference is queued and dropped later by a thread that has the GIL: the main thread,
-// through a pending call, or any binding that drains on its way.
+// XLA destroys executables, and with them the last reference to a callable, on arbitrary threads.
+// Taking the GIL there could deadlock with a thread that holds it and waits for this one. So the
+// reference is queued and dropped later by a thread with the GIL: the main thread, through a
+// pending call, or any binding that drains the queue.
 
 // The lock guards only the queue. Objects are destroyed outside it, because their destructors may
 // run any Python code.

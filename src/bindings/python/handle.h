@@ -84,10 +84,10 @@ nb::class_<H> bind_callee(nb::module_& module, const char* name, const Extra&...
   made.def_prop_ro("name", [](const H& handle) { return handle.callee->name(); });
   made.def(
       "give_up_name", [](const H& handle) { Registry::instance().remove(*handle.callee); },
-      "Frees its name. Programs that have been loaded go on calling it.");
+      "Frees its name. Loaded programs keep calling it.");
   made.def(
       "claim_name", [](const H& handle) { Registry::instance().claim(handle.callee); },
-      "Programs that are loaded from here on call it, whoever else has its name.");
+      "Later loaded programs call it, even if another callee has its name.");
   made.def(
       "release_name", [](const H& handle) { Registry::instance().release(*handle.callee); },
       "Ends claim_name().");

@@ -46,12 +46,12 @@ struct Hooks {
 };
 inline constinit Hooks hooks;
 
-// --- What the main thread is to raise
+// --- Pending exceptions of the main thread
 //
-// Python runs signals' handlers on its main thread, between two steps of Python code. Where that
-// code is a gate's or a hook's, the handler's exception would be a program's error, or nobody's. So
-// the main thread raises it once more, at the next step of its own: there it is a KeyboardInterrupt
-// or SystemExit, which no `except Exception` takes for an error that one can go on after.
+// Python runs signal handlers on its main thread, between two steps of Python code. If that code is
+// a gate's or a hook's, the handler's exception would become a program's error, or get lost. So the
+// main thread raises it again at its next own step, as a KeyboardInterrupt or SystemExit, which
+// `except Exception` doesn't catch.
 
 // True if this thread runs a hook, and met an interrupt in it that must be raised.
 inline thread_local bool in_hook = false, met_interrupt = false;

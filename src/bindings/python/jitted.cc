@@ -172,40 +172,41 @@ void tell_first_callee() { call_once(at_first_callee); }
 void bind_jitted(nb::module_& module) {
   MainThread::set_run_handlers(&run_handlers);
   module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
-             "Has a jitted function raise a gate's error as the given class.");
-  module.def("raise_instead", &raise_instead, nb::arg("error"),
-             "Has a class raise what the main thread is to raise where an error of it is made.");
+             "Makes a jitted function raise a gate's error as the given class.");
+  module.def(
+      "raise_instead", &raise_instead, nb::arg("error"),
+      "Makes an error class raise the main thread's pending exception at each instantiation.");
   module.def(
       "without_signals",
       [](const nb::object& function) {
         return nb::cpp_function([function](const nb::args&) { function(); });
       },
       nb::arg("function"),
-      "A function of any arguments that calls another without them. No signal's handler runs "
-      "within it, as one would at the begin of a function in Python.");
+      "A function that ignores its arguments and calls another. No signal handler runs in it, "
+      "unlike at the start of a Python function.");
   module.def("set_main_thread", &MainThread::set, nb::arg("thread"));
   module.def("wake_main_thread", &wake_main_thread,
-             "Has the main thread raise what calls have left for it.");
+             "Makes the main thread raise its pending exception.");
   module.def(
       "at_first_callee", [](nb::object function) { at_first_callee = function.release().ptr(); },
       nb::arg("function"),
-      "Has the function called once, before the first gate, kernel or tap is made.");
+      "Calls the function once, before the first gate, kernel or tap is created.");
   module.def(
       "before_next_call",
       [](nb::object function) {
         nb::steal(std::exchange(before_next_call, function.release().ptr()));
       },
       nb::arg("function"),
-      "Has the function called once, where the next call of a jitted function begins.");
+      "Calls the function once, at the start of the next call of a jitted function.");
   module.def(
       "new_number", [] { return ++last_number; },
-      "Counts objects and calls of jitted functions, in one order.");
-  module.def("others_underway", &Underway::others_before, nb::arg("number"),
-             "Whether a call of a jitted function by another thread has not returned that began "
-             "before the number.");
+      "Returns the next number, in one order with the calls of jitted functions.");
+  module.def(
+      "others_underway", &Underway::others_before, nb::arg("number"),
+      "True if a jitted call of another thread that began before the number has not returned.");
   module.def("oldest_underway", &Underway::oldest, nb::arg("is_returning"),
-             "The number of the oldest call of a jitted function that has not returned, 2**64 - 1 "
-             "for none; is_returning: this thread's innermost has its results.");
+             "The number of the oldest active call of a jitted function, 2**64 - 1 for none; "
+             "is_returning: this thread's innermost call already has its results.");
 }
 
 }  // namespace callgate::bindings

@@ -112,14 +112,14 @@ void bind_signs(nb::module_& module) {
         keeper = new Keeper{std::move(signs), std::move(listeners), std::move(prune), prune_at};
       },
       nb::arg("signs"), nb::arg("listeners"), nb::arg("prune"), nb::arg("prune_at"),
-      "Has keep_sign() fill the dict, tell the listeners, and call `prune` when it has more "
-      "than `prune_at` signs, which returns the next such number.");
+      "Sets up keep_sign(): it fills the dict, notifies the listeners, and calls `prune` when "
+      "there are more than `prune_at` signs, which returns the next limit.");
   module.def("keep_sign", &keep, nb::arg("key"), nb::arg("children"), nb::arg("returning") = true,
-             "Returns a program's results without its sign, which it keeps. It waits where this "
-             "thread is too far ahead of its programs.");
+             "Stores a program's sign and returns its other results. Waits if this thread is too "
+             "far ahead of its programs.");
   module.def(
       "take_signs_ahead", [] { return Ahead::of_thread().take(); },
-      "Has this thread wait for none of the programs that it has dispatched; returns their signs.");
+      "Ends this thread's waits for its dispatched programs; returns their signs.");
 }
 
 }  // namespace callgate::bindings

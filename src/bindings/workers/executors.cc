@@ -79,15 +79,15 @@ void bind_executors(nb::module_& module) {
   nb::class_<CallLanes>(module, "CallLanes", "The lanes of one call of an executor's gate.")
       .def("__len__", &CallLanes::count)
       .def("take", &CallLanes::take, nb::arg("lane"), "Copies of a lane's flat operands.")
-      .def("empty", &CallLanes::empty, "Arrays of a lane's results' types.")
+      .def("empty", &CallLanes::empty, "Uninitialized arrays for a lane's results.")
       .def("give", &CallLanes::give, nb::arg("lane"), nb::arg("values"),
-           "Takes a tuple of a lane's flat results, checked.")
-      .def_rw("failed", &CallLanes::failed, "The lane that raised what the call raises, or -1.")
+           "Checks and stores a tuple of a lane's flat results.")
+      .def_rw("failed", &CallLanes::failed, "The lane whose exception the call raises, or -1.")
       .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
            "A copy of one of a lane's flat operands.")
-      .def_prop_ro("cast", &CallLanes::cast, "Whether results are cast to declared types.");
+      .def_prop_ro("cast", &CallLanes::cast, "True if results are cast to their declared types.");
   bind_callee<ExecutorHandle>(module, "ExecutorCallee",
-                              "The runtime's handle on a callable that an executor runs, by name.")
+                              "The runtime's handle on an executor's callable, by name.")
       .def(
           "__init__",
           [](ExecutorHandle* self, std::string name, nb::object run) {

@@ -113,12 +113,12 @@ void bind_serve(nb::module_& module) {
         without_gil([&] { serve({memory, calls, parent_socket, parent}, served); });
       },
       nb::arg("handler"), nb::arg("memory"), nb::arg("calls"), nb::arg("parent_socket"),
-      nb::arg("parent"), "Answers the requests of the parent until it closes its workers.");
+      nb::arg("parent"), "Answers the parent's requests until the parent closes its workers.");
   module.def("worker_interrupted", &is_interrupted,
-             "Whether the parent wants what this thread, serve_worker()'s, runs to end.");
+             "True if the parent wants the code of this thread, serve_worker()'s, to end.");
   module.def(
       "worker_lane", [] { return current_lane; },
-      "In a worker: the number of the lane that runs on this thread.");
+      "In a worker: the number of this thread's running lane.");
 }
 
 }  // namespace callgate::bindings

@@ -77,7 +77,8 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
 }  // namespace
 
 void bind_workers(nb::module_& module) {
-  nb::class_<PoolHandle>(module, "WorkerPool", "Worker processes, and who waits for them.")
+  nb::class_<PoolHandle>(module, "WorkerPool",
+                         "Worker processes, and the calls that wait for them.")
       .def(
           "__init__",
           [](PoolHandle* self, std::vector<std::string> command,
@@ -102,22 +103,22 @@ void bind_workers(nb::module_& module) {
             return dict_of("worker", why.worker, "pid", static_cast<int>(why.pid), "code",
                            why.how.code, "signal", why.how.signal, "said", bytes_of(why.said));
           },
-          nb::arg("number"), "The index of a worker, by its number; how it ended, if it has.")
+          nb::arg("number"), "A worker's index by its number, or its end if it has ended.")
       .def(
           "drop",
           [](const PoolHandle& h, std::uint64_t object, std::uint64_t worker) {
             h.pool->forget(object | kObject, worker);
           },
           nb::arg("object"), nb::arg("worker"),
-          "A worker, by its number, or with 0 any, need not keep an object any more.")
+          "Lets the worker of this number drop an object; 0 stands for all workers.")
       .def(
           "close",
           [](const PoolHandle& h, double seconds) {
             without_gil([&] { h.pool->shut_down(seconds_of(seconds)); });
           },
-          nb::arg("seconds"), "Ends the workers; what they run has so long to end by itself.");
+          nb::arg("seconds"), "Ends the workers, after this time for their running code.");
   bind_callee<WorkerHandle>(module, "WorkerCallee",
-                            "The runtime's handle on a callable of worker processes, by name.")
+                            "The runtime's handle on a callable in worker processes, by name.")
       .def(
           "__init__",
           [](WorkerHandle* self, std::string name, nb::object start, nb::object describe,
@@ -132,14 +133,14 @@ void bind_workers(nb::module_& module) {
           nb::arg("timeout"), nb::arg("loading"), nb::arg("retries"), nb::arg("in_order"),
           nb::arg("by_lane"))
       .def("site", &site_of_python, nb::arg("spec"), nb::arg("cast"),
-           "A call site, for calls that Python makes.");
-  nb::class_<SiteOfPython>(module, "WorkerSite", "A call site of workers, as Python calls it.")
+           "A call site, for calls from Python.");
+  nb::class_<SiteOfPython>(module, "WorkerSite", "A call site of workers, for calls from Python.")
       .def("run", &run_arrays, nb::arg("operands"), nb::arg("results"), nb::arg("lane"),
            nb::arg("interrupts"),
-           "Runs one lane, of flat arrays; raises what it fails with. Ctrl-C ends it once it has "
-           "come more often.")
+           "Runs one lane of flat arrays and raises its failure. A Ctrl-C after `interrupts` of "
+           "them ends it.")
       .def("run_lanes", &run_lanes, nb::arg("lanes"), nb::arg("placed"), nb::arg("send_results"),
-           "Runs all lanes of a call, on the workers of these numbers, or with none on any; "
+           "Runs all lanes of a call on the workers with these numbers (empty: any workers); "
            "returns the numbers of the workers that ran them.");
 }
 
