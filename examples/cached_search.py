@@ -49,7 +49,7 @@ def search(generations, seed):
       return (best, jnp.maximum(top, scores[winner]), 0.8 * width), top
 
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(generations))
-    start = (jnp.array([-2.0, -4.0]), jnp.float32(0), jnp.float32(1))
+    start = (jnp.array([-0.5, -2.5]), jnp.float32(0), jnp.float32(1))
     (best, top, _), _ = jax.lax.scan(generation, start, keys)
     return best, top
 
@@ -59,7 +59,7 @@ def search(generations, seed):
 
 def main():
   path = sys.argv[1] if len(sys.argv) > 1 else "scores.cgr"
-  with cg.record(path):
+  with cg.record(path, overwrite=True):
     (c, gamma), top = search(FIRST, seed=1)
   print(f"{FIRST} generations: C {c}, gamma {gamma}, accuracy {top:.1%}, {calls} scores computed")
   before = calls
