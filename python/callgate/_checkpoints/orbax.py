@@ -94,7 +94,7 @@ def intact(saved: parts.Saved) -> bool:
     return tuple(map(_sum, _arrays(saved))) == saved.orbax.sums
   except GateDefinitionError:
     raise
-  except Exception:  # noqa: BLE001 - whatever its libraries raise for a damaged file
+  except Exception:  # noqa: BLE001 - its libraries may raise anything for a damaged file
     return False
 
 

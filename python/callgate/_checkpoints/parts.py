@@ -82,7 +82,7 @@ def saved_in(folder: Path, step: int | None) -> Saved | None:
     return Saved(
       folder, about["step"], about["order"], leaves, orbax, None if feeds is None else dict(feeds)
     )
-  except Exception:  # noqa: BLE001 - of damaged text anything may come
+  except Exception:  # noqa: BLE001 - damaged text may raise anything
     return None
 
 
@@ -148,7 +148,7 @@ def _array(saved: Saved, file: Path, number: int, part: Slices) -> Any:
     return array.reshape([s.stop - s.start for s in part])
   except MemoryError:
     raise
-  except Exception as error:  # noqa: BLE001 - zipfile raises some ten classes for damaged bytes
+  except Exception as error:  # noqa: BLE001 - zipfile raises about ten classes for damaged bytes
     _refuse(file, error)
 
 

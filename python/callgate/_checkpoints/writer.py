@@ -59,7 +59,7 @@ class Writer:
     for record in records:
       try:
         self._save(record.value, record.info)
-      except BaseException as error:  # noqa: BLE001 - the others are written all the same
+      except BaseException as error:  # noqa: BLE001 - the other records are still written
         failed.append(error)
     for error in failed:
       raise error
@@ -145,7 +145,7 @@ class Writer:
       def rewrite(saved: Saved, structure: Any = structure) -> InOrbax | None:
         try:
           return orbax.write(saved, structure) if self._format == "orbax" else None
-        except Exception as error:  # noqa: BLE001 - its parts are there all the same
+        except Exception as error:  # noqa: BLE001 - its parts are complete
           # At exit, when Orbax can't start threads.
           if "after interpreter shutdown" not in str(error):
             failed.append(error)

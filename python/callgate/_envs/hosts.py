@@ -160,7 +160,7 @@ class Host(Generic[U]):
         unit.env.close()
     self._units.clear()
 
-  # -- what steps and resets have in common --------------------------------------------------------
+  # -- common to steps and resets ------------------------------------------------------------------
   def _begun(self, info: Any, lanes: Any, levels: Levels) -> list[int]:
     """Returns the numbers of a call's environments, after clearing their infos."""
     self._check_open()

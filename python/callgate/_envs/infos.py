@@ -45,7 +45,7 @@ def _type(label: str, where: str, value: Any) -> jax.ShapeDtypeStruct:
     dtype = np.dtype(own if typed else value)
     if value is None or dtype.hasobject or dtype.kind in "SUVMm":
       raise TypeError
-  except Exception:  # noqa: BLE001 - whatever it is, it tells no dtype
+  except Exception:  # noqa: BLE001 - any exception: it isn't a dtype
     check.refuse(label, where, "a value with .shape and .dtype, or a dtype", value)
   if (narrow := tracing.canonical_dtype(dtype)) != dtype:
     raise GateDefinitionError(

@@ -131,7 +131,7 @@ def batch(space: Any, value: Any, rows: Any) -> Any:
   return tuple(batch(part, one, rows) for part, one in zip(inner, value, strict=True))
 
 
-# -- what environments give ------------------------------------------------------------------------
+# -- results of environments -----------------------------------------------------------------------
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
   """Yields each leaf of dictionaries and tuples, with the keys that lead to it."""
   if isinstance(tree, dict):

@@ -115,7 +115,7 @@ class WrappedEnvs(Closing):
   def __repr__(self) -> str:
     return f"<callgate.{self._label}>"
 
-  # -- what each wrapper does ----------------------------------------------------------------------
+  # -- methods of subclasses -----------------------------------------------------------------------
   def _own_names(self) -> set[str]:
     return {self._wrapper}
 

@@ -95,7 +95,7 @@ class Producer:
         if item is _END or (item is not _GONE and not self._put(item)):
           break
         del item  # freed while the next one is made
-    except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
+    except BaseException as error:  # noqa: BLE001 - raised again for the item's taker
       failure = error, foreign.frames_begin(error)
     with self._changed:
       self._over, self._failure = True, failure
@@ -209,7 +209,7 @@ class Producer:
       self._staged = _callgate.ItemQueue(list(sizes), self._prefetch, self._refill)
     return self._staged
 
-  # -- threads that take items -------------------------------------------------------------------
+  # -- the takers' threads -----------------------------------------------------------------------
   def begin(self, taker: int, run: int) -> None:
     """Declares the execution of a program, in which all takers take the same items.
 

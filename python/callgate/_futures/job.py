@@ -71,7 +71,7 @@ class Job:
         with _lock:
           _open.discard(self)  # there is no error to report
         self._settle(None, GateError(f"{self.label}, started at {self.place}: Ctrl-C ended it"))
-      except BaseException as error:  # noqa: BLE001 - whoever takes the result gets it
+      except BaseException as error:  # noqa: BLE001 - raised for the result's taker
         self._settle(None, error)
 
     with _lock:

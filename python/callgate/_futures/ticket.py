@@ -301,7 +301,7 @@ class _Taker(Use):
     return self.bind(CallSite(in_tree, call.out_tree, ((_PLACE, place),), call.results), leaves)
 
 
-# -- starts that were traced before ----------------------------------------------------------------
+# -- earlier starts of a trace ---------------------------------------------------------------------
 class _Among(list[Any]):
   """The words of the calls that a trace has started; lives as long as one of their tickets."""
 

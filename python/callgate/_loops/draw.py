@@ -265,7 +265,7 @@ class Bars(Part):
         self._bars[state.bar] = _Drawn(state, began)
       if (drawn := self._bars.get(state.bar)) is not None:
         drawn.draw(state)
-    except Exception as error:  # noqa: BLE001 - of the file, or of tqdm or rich
+    except Exception as error:  # noqa: BLE001 - from the file, tqdm or rich
       self._bars[state.bar] = None
       _tell(json.loads(state.text).get("desc"), error)
 

@@ -212,7 +212,7 @@ def _of_value(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
   return lambda state: cond_fun(state.carry)
 
 
-# -- scans that are saved --------------------------------------------------------------------------
+# -- scans with save= ------------------------------------------------------------------------------
 def _saved_scan(
   save: object, f: Callable[..., Any], init: Any, xs: Any, length: int | None, reverse: bool,
   *rest: Any, bar: Progress | None, ends: Ends,

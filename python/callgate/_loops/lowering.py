@@ -49,7 +49,7 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-# -- the two kinds of loops, as one ----------------------------------------------------------------
+# -- a common form of both kinds of loops ----------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class _MarkedLoop:
   """A loop whose body has marks.
@@ -166,7 +166,7 @@ def _range_of(flags: Any, reverse: bool) -> tuple[Any, Any]:
   return jnp.where(begins, 0, change), jnp.where(begins, change, end)
 
 
-# -- a loop as it runs -----------------------------------------------------------------------------
+# -- running a loop --------------------------------------------------------------------------------
 def _run(loop: _MarkedLoop) -> _Values:
   """Runs a loop, which ends early, and in chunks if it has bars; returns its results."""
   begun = loop.begin()

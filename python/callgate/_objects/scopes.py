@@ -217,7 +217,7 @@ def _branch(closed: Any, words: Any, *inputs: Any) -> list[Any]:
   return [*outs, tracing.vary_over(tracing.manual_axes(), done)]
 
 
-# -- objects that steps share ---------------------------------------------------------------------
+# -- objects shared by steps ----------------------------------------------------------------------
 def _with_shared(plan: shared.Plan, params: dict[str, Any], *operands: Any) -> list[Any]:
   """Runs the scan with such objects made before the loop and freed after it."""
   words = _gates()["enter"](np.zeros(TYPE.shape, TYPE.dtype))

@@ -77,7 +77,7 @@ class ThreadPlace(Uncopied, Place):
     def job() -> None:
       try:
         results.append(function())
-      except BaseException as error:  # noqa: BLE001 - for who waits
+      except BaseException as error:  # noqa: BLE001 - raised for the waiter
         errors.append(error)
       done.set()
 

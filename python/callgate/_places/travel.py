@@ -135,7 +135,7 @@ def _part(cloudpickle: ModuleType, value: Any) -> str:
       try:
         inner = part.cell_contents if kind == "closure variable" else part
         _dump(cloudpickle, inner)
-      except Exception:  # noqa: BLE001 - whatever it is, this is the part
+      except Exception:  # noqa: BLE001 - any exception shows that this is the part
         return f"{kind} '{name}' (a {type(inner).__name__})"
   return ""
 
@@ -183,7 +183,7 @@ def _packed(error: object) -> bytes | None:
   try:
     made = _with_pickler(error)
     return made if foreign.is_a(pickle.loads(made), BaseException) else None
-  except Exception:  # noqa: BLE001 - whatever an exception's own pickling raises
+  except Exception:  # noqa: BLE001 - an exception's own pickling may raise anything
     return None
 
 

@@ -202,7 +202,7 @@ class Run(Stays):
     self._error = foreign.said_by(error)
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
 
-  # -- what belongs to it ------------------------------------------------------------------------
+  # -- the run's content -------------------------------------------------------------------------
   def _stream_of(self, name: str) -> Stream | None:
     if name.startswith(target.CHECKPOINTS):  # the checkpoints' files have everything
       return None

@@ -268,7 +268,7 @@ def _tell(given: Any, info: TapInfo, left_out: int) -> None:
   for function in functions:
     try:
       function(one)
-    except BaseException as error:  # noqa: BLE001 - the others are called all the same
+    except BaseException as error:  # noqa: BLE001 - the other functions are still called
       where = f"callgate: raised in {foreign.qualified_name(function)}, of on_alert, given {text!r}"
       failures.keep_consumer_error(error, where)
 

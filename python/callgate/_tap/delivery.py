@@ -304,7 +304,7 @@ def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> i
         record = Record(value, _info_of(source, row))
         if attached.only is None or attached.only(record):
           records.append(record)
-      except Exception as error:  # noqa: BLE001 - the others are written all the same
+      except Exception as error:  # noqa: BLE001 - the other records are still written
         failures.keep_consumer_error(error, _where(sink, source, row))
         lost += 1
     if records:

@@ -105,11 +105,11 @@ def _is_image(dtype: Any, shape: Sequence[Any]) -> bool:
 
 
 def _has_other_channels(width: int, last: int) -> bool:
-  """True where the last extent looks like 2 or 5 to 7 channels, not like a width of gray images."""
+  """True if the last extent is likely 2 or 5 to 7 channels, and not the width of gray images."""
   return last == 2 or 5 <= last < 8 <= width
 
 
-# -- as consumers have them ------------------------------------------------------------------------
+# -- in consumers ----------------------------------------------------------------------------------
 def text_bytes(text: str) -> _Array:
   return np.frombuffer(text.encode(errors="replace"), np.uint8)
 

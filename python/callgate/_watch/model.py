@@ -227,7 +227,7 @@ class Model:
       self._panels[key] = Panel(self._points)
     return self._panels[key]
 
-  # -- what the page shows -----------------------------------------------------------------------
+  # -- for the page ------------------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:
     """Returns the leaves, in the order in which they came, with their versions."""
     with self._lock:

@@ -101,7 +101,7 @@ class WatchedRun:
       if reader is not None:
         reader.close()
 
-  # -- what the page is told ---------------------------------------------------------------------
+  # -- for the page ------------------------------------------------------------------------------
   def row(self) -> dict[str, Any]:
     """Returns the run as a row of the table; its texts may come from anybody."""
     about = self.about

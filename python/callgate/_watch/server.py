@@ -205,13 +205,13 @@ class _PageRequest(http.server.BaseHTTPRequestHandler):
       kind, body = answer(path, query)
     except RequestError as error:
       self._send(error.status, "application/json", to_json({"error": str(error)}))
-    except Exception as error:  # noqa: BLE001 - told to who asked
+    except Exception as error:  # noqa: BLE001 - reported to the client
       text = f"{type(error).__name__}: {error}"
       self._send(500, "application/json", to_json({"error": text}))
     else:
       self._send(200, kind, body)
 
-  # -- who gets an answer ------------------------------------------------------------------------
+  # -- access ------------------------------------------------------------------------------------
   def _admitted(self) -> tuple[str, Query]:
     """Returns the path after the secret, and the query. Raises RequestError without the secret."""
     host, name = self.headers.get("Host", ""), None

@@ -99,7 +99,7 @@ def _text(fields: dict[str, Field]) -> str:
   return ", ".join(shown) or "no leaf"
 
 
-# -- arrays that grow ------------------------------------------------------------------------------
+# -- growing arrays --------------------------------------------------------------------------------
 class _GrowingArrays(FilesSink):
   """The common part of Zarr and HDF5, whose arrays have `shape` and take slices."""
 
@@ -323,7 +323,7 @@ class _TableFile:
       try:
         act()
         return
-      except Exception as error:  # noqa: BLE001 - said below
+      except Exception as error:  # noqa: BLE001 - reported below
         self._broken = error
     raise self._error(f"tap {self.tap!r}{problem}: {self._broken}", lost=lost) from self._broken
 

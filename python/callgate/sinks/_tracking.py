@@ -43,7 +43,7 @@ class Tracker(LibrarySink):
     self._opened_in: OpenRun | None = None
     self._rests = False  # True if closed while its run continues
 
-  # -- what subclasses log -----------------------------------------------------------------------
+  # -- methods of subclasses ---------------------------------------------------------------------
   def _log_config(self, run: OpenRun) -> None: ...
   def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None: ...
   def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None: ...  # [height, width, n]
@@ -131,7 +131,7 @@ class Tracker(LibrarySink):
       try:
         with self._naming(problem):
           log()
-      except Exception as error:  # noqa: BLE001 - the others are told all the same
+      except Exception as error:  # noqa: BLE001 - the other sinks still hear of it
         failures.keep_consumer_error(error, f"callgate: raised in consumer {self!r}")
 
 
