@@ -30,7 +30,7 @@ class Summary(MutableMapping[str, Any]):
     return self._held[name].given
 
   def __setitem__(self, name: str, value: Any) -> None:
-    options.text("run", "summary", name, "a text for each key")
+    options.text("run", "summary", name, "a string for each key")
     self._change(name, Result(value, values.plain("run: summary", value, name)))
 
   def __delitem__(self, name: str) -> None:

@@ -310,7 +310,7 @@ def test_places_that_do_not_fit_are_refused(two: cg.Workers, one: cg.Workers) ->
   for pair in ((here, there), (there, elsewhere)):
     with pytest.raises(cg.GateDefinitionError, match="of objects in one place, got"):
       cg.use(lambda a, b: a.value, *pair, out=FLOAT)
-  with pytest.raises(cg.GateDefinitionError, match="retries: expected nothing"):
+  with pytest.raises(cg.GateDefinitionError, match="retries: expected no retries="):
     cg.use(worker_functions.value_of, there, 0.0, out=FLOAT, retries=1)
 
 

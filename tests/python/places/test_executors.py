@@ -314,7 +314,7 @@ print(f"{jax.process_count()} ranks {sums.tolist()}\\n", end="", flush=True)
   ("options", "said"),
   [
     ({"run_on": "thread"}, "run_on: expected 'xla', 'own', 'processes'"),
-    ({"run_on": None}, "run_on: expected one of"),
+    ({"run_on": None}, "run_on: expected 'xla'"),
     ({"run_on": "processes", "thread": "own"}, "because of thread='own', got 'processes'"),
     ({"retries": 1}, "retries: expected run_on="),
     ({"affinity": "lane"}, "affinity: expected run_on="),

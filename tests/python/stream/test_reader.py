@@ -123,7 +123,7 @@ def test_columns_of_several_taps_ask_for_a_name(tmp_path):
   with pytest.raises(ValueError, match=r"expected one tap; pass one of \['a', 'b'\]"):
     stream.columns()
   assert stream.columns("b")["value"] == [2]
-  with pytest.raises(ValueError, match=r"no tap 'c'.*\['a', 'b'\]"):
+  with pytest.raises(ValueError, match=r"tap 'c' is not in .*\['a', 'b'\]"):
     stream.columns("c")
 
 

@@ -557,7 +557,7 @@ def test_a_consumer_may_tap_into_its_own_full_channel():
       {"capacity": "many"},
       "capacity: expected a number of bytes, such as 65536 or '64MiB', got 'many'",
     ),
-    ({"capacity": 0}, "capacity: expected bytes"),
+    ({"capacity": 0}, "capacity: expected a number of bytes"),
     ({"on_full": "wait"}, "on_full: expected 'block'"),
     ({"rate": 0}, "rate: expected records a second"),
     ({"to": 3}, "to: expected functions or sinks, got 3"),
