@@ -11,7 +11,8 @@
 #   make fuzz      fuzz the parsers: FUZZ_SECONDS for each target
 #   make examples  test the examples and the code in the documentation
 #   make portable-wheel TARGET=aarch64-linux
-#                  build a manylinux_2_28 wheel with zig; make portable-check compiles for macOS
+#                  build a manylinux_2_28 wheel with zig, or one for macOS (aarch64-macos), which has
+#                  never been run; make portable-check only compiles for macOS
 #   make lint      check formatting, lints, types and layers
 #   make format    fix the formatting
 #   make bench     run the benchmarks against other libraries; make bench-check lists regressions
@@ -320,6 +321,9 @@ wheel: $(PY)
 # tools/portable.py needs an environment with Python 3.12 or newer. A wheel for another processor
 # copies the stub of the installed package.
 TARGET ?= x86_64-linux
+PLATFORM_x86_64-linux = manylinux_2_28_x86_64
+PLATFORM_aarch64-linux = manylinux_2_28_aarch64
+PLATFORM_aarch64-macos = macosx_12_0_arm64
 $(VENV)/.stamp-portable: $(VENV)/.stamp-build build/xla-headers/jaxlib-version
 	$(INSTALL) $$($(PY) tools/requirements.py portable)
 	touch $@
@@ -330,7 +334,7 @@ portable-wheel:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-portable \
 	  $(if $(filter x86_64-linux,$(TARGET)),,$(VENV)/.stamp-package)
 	$(VENV)/bin/python tools/portable.py wheel $(TARGET) --out $(WHEEL_DIR)
-	$(VENV)/bin/abi3audit --strict --report $(WHEEL_DIR)/callgate-*-abi3-*$(firstword $(subst -, ,$(TARGET))).whl
+	$(VENV)/bin/abi3audit --strict --report $(WHEEL_DIR)/callgate-*-abi3-$(PLATFORM_$(TARGET)).whl
 
 portable-check:
 	@$(MAKE) VENV=$(VENV) PYTHON="$(PYTHON)" $(VENV)/.stamp-portable

@@ -8,8 +8,10 @@
 The compiler brings headers and C libraries of all targets, and links its own libc++ into what it
 makes. On Linux everything that is linked uses the system's libgcc_s to unwind stacks: glibc's
 pthread_exit does, by which Python up to 3.13 ends threads, and zig's own unwinder does not
-understand libgcc_s's frames. The environment needs what `tools/requirements.py build` prints,
-ziglang, auditwheel and wheel: `make portable-wheel`, `make portable-check`.
+understand libgcc_s's frames. For macOS zig has a list of the system's functions; the module takes
+Python's from the process that loads it. No wheel for macOS has been run. The environment needs what
+`tools/requirements.py build` prints, ziglang, auditwheel and wheel: `make portable-wheel`,
+`make portable-check`.
 
 C++ tests of another processor run under qemu: `--emulator "qemu-aarch64-static;-L;ROOT"`, where
 ROOT has that processor's C library, then `ctest` in build/portable/TARGET/tests. `ulimit -v
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import nanobind
 import numpy
+import third_party
 
 ROOT = Path(__file__).resolve().parent.parent
 XLA_HEADERS = ROOT / "build" / "xla-headers" / "include"
@@ -39,15 +42,27 @@ XLA_HEADERS = ROOT / "build" / "xla-headers" / "include"
 TARGETS = {
   "x86_64-linux": ("x86_64-linux-gnu.2.28", "Linux", "x86_64"),
   "aarch64-linux": ("aarch64-linux-gnu.2.28", "Linux", "aarch64"),
-  "aarch64-macos": ("aarch64-macos.11.0", "Darwin", "arm64"),
+  "aarch64-macos": ("aarch64-macos.12.0", "Darwin", "arm64"),
 }
-MANYLINUX = "manylinux_2_28"
+PLATFORMS = {"Linux": "manylinux_2_28", "Darwin": "macosx_12_0"}  # with the processor a wheel's tag
 
 # The functions of libgcc_s that libc++abi and compiled C++ call.
 UNWINDER = """
 DeleteException FindEnclosingFunction ForcedUnwind GetCFA GetDataRelBase GetGR GetIP GetIPInfo
 GetLanguageSpecificData GetRegionStart GetTextRelBase RaiseException Resume Resume_or_Rethrow SetGR
 SetIP Backtrace
+"""
+
+# Options of Apple's linker that zig's doesn't have. nanobind's response file lists Python's
+# functions, which the interpreter defines when it loads the module.
+APPLE_OPTIONS = """for option; do
+  shift
+  case $option in
+    -bundle) set -- "$@" -shared ;;
+    -Wl,@*) set -- "$@" -undefined dynamic_lookup ;;
+    *) set -- "$@" "$option" ;;
+  esac
+done
 """
 
 
@@ -62,9 +77,11 @@ class Toolchain:
     # Without -O zig adds the undefined-behaviour sanitizer.
     flags = f"-target {self.triple} -fno-sanitize=undefined"
     programs = {"cc": f"cc {flags}", "c++": f"c++ {flags}", "ar": "ar", "ranlib": "ranlib"}
+    translate = APPLE_OPTIONS if self.system == "Darwin" else ""
     for name, arguments in programs.items():
       program = self.folder / name
-      program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {arguments} "$@"\n')
+      zig = f'exec "{sys.executable}" -m ziglang {arguments} "$@"'
+      program.write_text(f"#!/bin/sh\n{translate}{zig}\n")
       program.chmod(0o755)
 
   def unwinder(self) -> Path:
@@ -75,6 +92,20 @@ class Toolchain:
     link = ["-shared", "-nostdlib", f"-Wl,-soname,{library.name}", str(source), "-o", str(library)]
     run(self.folder / "cc", *link)
     return library
+
+  def numpy_headers(self) -> str:
+    """NumPy's headers. On macOS arm64 a long double is a double, and there is no endian.h."""
+    if self.system != "Darwin":
+      return numpy.get_include()
+    made = self.folder / "numpy"
+    shutil.copytree(numpy.get_include(), made, dirs_exist_ok=True)
+    sizes = made / "numpy" / "_numpyconfig.h"
+    text = sizes.read_text().replace("#define NPY_HAVE_ENDIAN_H 1", "")
+    text, changed = re.subn(r"(_LONGDOUBLE) (16|32)$", _half, text, flags=re.MULTILINE)
+    if changed != 2:
+      raise SystemExit(f"portable.py: expected the sizes of two long doubles in {sizes}")
+    sizes.write_text(text)
+    return str(made)
 
   def definitions(self) -> dict[str, str]:
     """CMake's variables. It finds libraries and packages of the target alone."""
@@ -89,10 +120,19 @@ class Toolchain:
     if self.system == "Linux":
       unwinder = str(self.unwinder())
       known |= {f"CMAKE_{kind}_LINKER_FLAGS": unwinder for kind in ("EXE", "SHARED", "MODULE")}
+    if self.system == "Darwin":
+      known |= {
+        "CMAKE_OSX_SYSROOT": "",
+        "CMAKE_INSTALL_NAME_TOOL": "true",
+      }  # not needed for modules
     machine = os.uname()
     if (self.system, self.processor) != (machine.sysname, machine.machine):
       known |= {"CMAKE_SYSTEM_NAME": self.system, "CMAKE_SYSTEM_PROCESSOR": self.processor}
     return known
+
+
+def _half(size: re.Match[str]) -> str:
+  return f"{size[1]} {int(size[2]) // 2}"
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -100,7 +140,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 
 def build_wheel(target: str, out: Path) -> None:
-  """A wheel for manylinux. Its stub is that of the installed package: it says the same."""
+  """A wheel for manylinux or macOS. For another machine the stub is the installed package's."""
   chain = Toolchain(target)
   stable = sys.version_info >= (3, 12)
   suffix = ".abi3.so" if stable else sysconfig.get_config_var("EXT_SUFFIX")
@@ -108,9 +148,10 @@ def build_wheel(target: str, out: Path) -> None:
   define = chain.definitions() | {
     "NB_SUFFIX": suffix,
     "NB_SUFFIX_S": suffix,
-    "Python_NumPy_INCLUDE_DIR": numpy.get_include(),
+    "Python_NumPy_INCLUDE_DIR": chain.numpy_headers(),
   }
-  define["CMAKE_MODULE_LINKER_FLAGS"] += " -Wl,-s"  # the system's strip knows one processor
+  # The system's strip knows one processor.
+  define["CMAKE_MODULE_LINKER_FLAGS"] = f"{define.get('CMAKE_MODULE_LINKER_FLAGS', '')} -Wl,-s"
   if "CMAKE_SYSTEM_NAME" in define:
     define["CMAKE_CROSSCOMPILING_EMULATOR"] = "env"  # the build's Python is this machine's
     define["CALLGATE_STUB"] = str(installed_stub())
@@ -123,12 +164,25 @@ def build_wheel(target: str, out: Path) -> None:
     host = f"linux-{chain.processor}"
     run(*pip, "--no-build-isolation", "-w", made, *options, ROOT, _PYTHON_HOST_PLATFORM=host)
     (wheel,) = Path(made).glob("*.whl")
-    tag = f"{MANYLINUX}_{chain.processor}"
-    judge(wheel, tag)
+    tag = f"{PLATFORMS[chain.system]}_{chain.processor}"
+    if chain.system == "Linux":
+      judge(wheel, tag)
     run(sys.executable, "-m", "wheel", "tags", "--remove", f"--platform-tag={tag}", wheel)
     (wheel,) = Path(made).glob("*.whl")
+    name_zig(wheel)
+    run(sys.executable, ROOT / "tools" / "check_package.py", wheel)
     out.mkdir(parents=True, exist_ok=True)
     print(shutil.move(wheel, out / wheel.name))
+
+
+def name_zig(wheel: Path) -> None:
+  """Adds the licences of what zig has linked in to a wheel's metadata."""
+  with tempfile.TemporaryDirectory() as folder:
+    run(sys.executable, "-m", "wheel", "unpack", "--dest", folder, wheel)
+    (unpacked,) = Path(folder).iterdir()
+    zig = importlib.util.find_spec("ziglang")
+    third_party.add_to_wheel(unpacked, third_party.zig_parts(Path(zig.origin).parent))
+    run(sys.executable, "-m", "wheel", "pack", "--dest-dir", wheel.parent, unpacked)
 
 
 def judge(wheel: Path, tag: str) -> None:
@@ -183,10 +237,7 @@ def compile_objects(target: str) -> None:
   chain = Toolchain(target)
   headers = Path(nanobind.include_dir())
   third_party = [XLA_HEADERS, headers, headers.parent / "ext" / "robin_map" / "include"]
-  third_party += [sysconfig.get_path("include"), numpy.get_include()]
-  if chain.system == "Darwin":  # NumPy's headers are those of this machine, where it has endian.h
-    (chain.folder / "endian.h").write_text("#include <machine/endian.h>\n")
-    third_party.append(chain.folder)
+  third_party += [sysconfig.get_path("include"), chain.numpy_headers()]
   command = [str(chain.folder / "c++"), "-std=c++20", "-O0", "-fvisibility=hidden", "-include"]
   command += ["cstdio", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-c"]
   command += ["-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION", '-DCALLGATE_VERSION="0"']

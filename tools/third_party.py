@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is compiled into the module, for the wheel's metadata: licences, and an SBOM.
+"""The projects whose code is compiled into the module: their licences, and an SBOM of them.
 
-    python tools/third_party.py VERSION XLA_INCLUDE OUTPUT
+    python tools/third_party.py sbom VERSION XLA_INCLUDE OUTPUT   # OUTPUT/sboms/callgate.cdx.json
+    python tools/third_party.py licenses XLA_INCLUDE              # rewrites packaging/licenses
 
-VERSION is callgate's. Into the folder OUTPUT go licenses/THIRD_PARTY_LICENSES.txt, and
-sboms/callgate.cdx.json, in CycloneDX's format, where PEP 770 has it. The texts are those of the
-packages that this build uses: nanobind, which is linked in, with its hash table, and NumPy's and
-XLA's headers. Nothing of them lies in this repository.
+VERSION is callgate's. The SBOM is in CycloneDX's format, where PEP 770 has it; CMake writes it when
+it builds a wheel. The texts in packaging/licenses are those of the packages of the build: nanobind,
+which is linked in, with its hash table, and NumPy's and XLA's headers. `license-files` in
+pyproject.toml lists them, so that they are in wheels and source archives. A test compares them with
+the installed packages; after a change `licenses` writes them anew.
 """
 
 import dataclasses
@@ -15,6 +17,8 @@ import json
 import re
 import sys
 from pathlib import Path
+
+LICENSES = Path(__file__).resolve().parent.parent / "packaging" / "licenses"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,28 +77,39 @@ def parts(xla: Path) -> list[Part]:
   ]
 
 
-def licenses(found: list[Part]) -> str:
-  rule = "=" * 80
-  intro = (
-    "The module callgate._callgate holds compiled parts of these projects, under these licences."
-  )
-  titles = [" ".join(filter(None, (part.name, part.version))) for part in found]
-  notes = [f" ({part.note})" if part.note else "" for part in found]
-  texts = (
-    f"{rule}\n{title}{note}\n{rule}\n\n{part.text}"
-    for title, note, part in zip(titles, notes, found, strict=True)
-  )
-  return "\n\n".join([intro, *texts]) + "\n"
+def zig_parts(zig: Path) -> list[Part]:
+  """What zig's compiler, in the folder `zig`, links into the wheels of tools/portable.py."""
+  library = zig / "lib" / "libcxx"
+  config = (library / "include" / "__config").read_text("utf-8")
+  major, minor, patch = re.search(r"_LIBCPP_VERSION (\d\d)(\d\d)(\d\d)\b", config).groups()
+  release = importlib.metadata.version("ziglang")
+  return [
+    Part(
+      *("libcxx", f"{int(major)}.{int(minor)}.{int(patch)}", "pkg:github/llvm/llvm-project"),
+      "Apache-2.0 WITH LLVM-exception",
+      (library / "LICENSE.TXT").read_text("utf-8").strip(),
+      "libc++ and libc++abi, linked in",
+    ),
+    Part(
+      *("zig", release, "pkg:pypi/ziglang", "MIT"),
+      (zig / "LICENSE").read_text("utf-8").strip(),
+      "compiler-rt, linked in",
+    ),
+  ]
+
+
+def component(part: Part) -> dict[str, object]:
+  """A part as an SBOM lists it."""
+  at = f"@{part.version}" if part.version else ""
+  about: dict[str, object] = {"type": "library", "name": part.name, "purl": part.url + at}
+  about |= {"version": part.version} if part.version else {}
+  about |= {"description": part.note} if part.note else {}
+  compound = " " in part.spdx
+  licence = {"expression": part.spdx} if compound else {"license": {"id": part.spdx}}
+  return about | {"licenses": [licence]}
 
 
 def sbom(version: str, found: list[Part]) -> str:
-  def component(part: Part) -> dict[str, object]:
-    at = f"@{part.version}" if part.version else ""
-    about: dict[str, object] = {"type": "library", "name": part.name, "purl": part.url + at}
-    about |= {"version": part.version} if part.version else {}
-    about |= {"description": part.note} if part.note else {}
-    return about | {"licenses": [{"license": {"id": part.spdx}}]}
-
   own = Part("callgate", version, "pkg:pypi/callgate", "Apache-2.0", "")
   whole = {
     "bomFormat": "CycloneDX",
@@ -106,15 +121,36 @@ def sbom(version: str, found: list[Part]) -> str:
   return json.dumps(whole, indent=2) + "\n"
 
 
-def main(version: str, xla: str, output: str) -> None:
-  found = parts(Path(xla))
-  for file, text in (
-    ("licenses/THIRD_PARTY_LICENSES.txt", licenses(found)),
-    ("sboms/callgate.cdx.json", sbom(version, found)),
-  ):
-    path = Path(output) / file
+def add_to_wheel(unpacked: Path, found: list[Part]) -> None:
+  """Adds parts to the metadata of a wheel that lies unpacked in a folder."""
+  (info,) = unpacked.glob("*.dist-info")
+  metadata = (info / "METADATA").read_text("utf-8")
+  for part in found:
+    name = f"packaging/licenses/{part.name}.txt"
+    (info / "licenses" / name).write_text(part.text + "\n", encoding="utf-8")
+    metadata = re.sub(
+      r"^(License-File: LICENSE)$", rf"\1\nLicense-File: {name}", metadata, flags=re.M
+    )
+    (expression,) = re.findall(r"^License-Expression: (.*)$", metadata, re.M)
+    if part.spdx not in expression.split(" AND "):
+      metadata = metadata.replace(expression, f"{expression} AND {part.spdx}", 1)
+  (info / "METADATA").write_text(metadata, encoding="utf-8")
+  (listed,) = (info / "sboms").glob("*.cdx.json")
+  whole = json.loads(listed.read_text("utf-8"))
+  whole["components"] += map(component, found)
+  listed.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def main(what: str, *arguments: str) -> None:
+  if what == "sbom":
+    version, xla, output = arguments
+    path = Path(output) / "sboms" / "callgate.cdx.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(sbom(version, parts(Path(xla))), encoding="utf-8")
+  else:
+    (xla,) = arguments
+    for part in parts(Path(xla)):
+      (LICENSES / f"{part.name}.txt").write_text(part.text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import re
+import shutil
+import struct
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 VERSION: str = PROJECT["project"]["version"]
 URLS: dict[str, str] = PROJECT["project"]["urls"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+IN_CHECKOUT = pytest.mark.skipif(not WORKFLOWS, reason="a source archive has no workflows")
 
 
 def read(path: str | Path) -> str:
@@ -87,17 +92,17 @@ def test_the_licence_names_who_gives_it() -> None:
   assert re.search(rf"^   Copyright \d{{4}} {owner['name']}$", read("LICENSE"), re.MULTILINE)
 
 
-def test_licences_of_compiled_in_code_come_from_the_builds_packages(tmp_path: Path) -> None:
-  headers = ROOT / "build" / "xla-headers" / "include"
-  if not headers.is_dir():
-    pytest.skip("no XLA headers in build/xla-headers: tools/fetch_xla_headers.py brings them")
+XLA_HEADERS = ROOT / "build" / "xla-headers" / "include"
+IN_BUILD = pytest.mark.skipif(
+  not XLA_HEADERS.is_dir(),
+  reason="no XLA headers in build/xla-headers: tools/fetch_xla_headers.py brings them",
+)
+
+
+@IN_BUILD
+def test_the_sbom_lists_what_the_build_compiles_in(tmp_path: Path) -> None:
   nanobind = pytest.importorskip("nanobind")
-  tool = ROOT / "tools" / "third_party.py"
-  command = [sys.executable, str(tool), "1.2.3", str(headers), str(tmp_path)]
-  subprocess.run(command, check=True, timeout=60)
-  text = (tmp_path / "licenses" / "THIRD_PARTY_LICENSES.txt").read_text(encoding="utf-8")
-  names = ("nanobind", "robin-map", "numpy", "OpenXLA", "Redistribution and use", "MIT License")
-  assert [name for name in names if name not in text] == []
+  write_sbom("1.2.3", tmp_path)
   sbom = json.loads((tmp_path / "sboms" / "callgate.cdx.json").read_text(encoding="utf-8"))
   assert (sbom["bomFormat"], sbom["metadata"]["component"]["version"]) == ("CycloneDX", "1.2.3")
   found = {part["name"]: part for part in sbom["components"]}
@@ -106,8 +111,25 @@ def test_licences_of_compiled_in_code_come_from_the_builds_packages(tmp_path: Pa
   assert all(part["licenses"][0]["license"]["id"] for part in found.values())
 
 
+def write_sbom(version: str, folder: Path) -> None:
+  tool = ROOT / "tools" / "third_party.py"
+  command = [sys.executable, str(tool), "sbom", version, str(XLA_HEADERS), str(folder)]
+  subprocess.run(command, check=True, timeout=60)
+
+
+@IN_BUILD
+def test_the_licences_in_packages_are_those_of_the_builds_packages() -> None:
+  pytest.importorskip("nanobind")
+  parts = tool("third_party").parts(XLA_HEADERS)
+  files = {file.stem: file.read_text("utf-8") for file in ROOT.glob("packaging/licenses/*.txt")}
+  assert files == {part.name: part.text + "\n" for part in parts}
+  spdx = {PROJECT["project"]["license"].split(" AND ")[0], *(part.spdx for part in parts)}
+  assert spdx == set(PROJECT["project"]["license"].split(" AND "))
+
+
 def test_every_source_file_names_its_licence() -> None:
-  licence = f"SPDX-License-Identifier: {PROJECT['project']['license']}\n"
+  own = PROJECT["project"]["license"].split(" AND ")[0]
+  licence = f"SPDX-License-Identifier: {own}\n"
   folders = ("benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
   sources = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
   sources = [file for file in sources if file.suffix in (".c", ".cc", ".cmake", ".h", ".py", ".sh")]
@@ -117,8 +139,118 @@ def test_every_source_file_names_its_licence() -> None:
 
 def test_the_installed_package_says_what_is_compiled_in() -> None:
   files = {"/".join(file.parts[1:]) for file in importlib.metadata.files("callgate") or []}
-  assert {"licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES.txt"} <= files
+  listed = importlib.metadata.metadata("callgate").get_all("License-File") or []
+  assert "LICENSE" in listed
+  assert {f"licenses/{name}" for name in listed} <= files
   assert "sboms/callgate.cdx.json" in files
+
+
+# --- wheels, source archives -------------------------------------------------------------------
+def tool(name: str) -> Any:
+  """A module of tools/, whose modules import one another."""
+  sys.path.insert(0, str(ROOT / "tools"))
+  try:
+    return importlib.import_module(name)
+  finally:
+    sys.path.pop(0)
+
+
+def build(kind: str, folder: Path) -> Path:
+  """A package by the project's own backend: a source archive, or a wheel without the module."""
+  pytest.importorskip("scikit_build_core")
+  settings = {"wheel.cmake": "false", "wheel.py-api": "py3"}
+  code = f"import scikit_build_core.build as b; b.build_{kind}({str(folder)!r}, {settings!r})"
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+  )
+  assert done.returncode == 0, done.stderr
+  (package,) = folder.glob("callgate-*")
+  return package
+
+
+@IN_CHECKOUT
+def test_a_source_archive_has_the_licences_and_what_builds_a_wheel(tmp_path: Path) -> None:
+  check = tool("check_package")
+  archive = build("sdist", tmp_path)
+  assert check.problems(archive) == []
+  needed = {
+    "pyproject.toml",
+    "CMakeLists.txt",
+    "tools/third_party.py",
+    "packaging/licenses/xla.txt",
+  }
+  assert needed <= check.contents(archive).keys()
+
+
+@IN_CHECKOUT
+@IN_BUILD
+def test_a_wheel_says_its_licences_and_what_is_compiled_in(tmp_path: Path) -> None:
+  check = tool("check_package")
+  wheel = build("wheel", tmp_path)
+  assert check.problems(wheel) == ["no SBOM"]  # CMake writes it beside the module
+  write_sbom(VERSION, tmp_path)
+  info = f"callgate-{VERSION}.dist-info"
+  with zipfile.ZipFile(wheel, "a") as archive:
+    archive.write(tmp_path / "sboms" / "callgate.cdx.json", f"{info}/sboms/callgate.cdx.json")
+  assert check.problems(wheel) == []
+
+
+@IN_CHECKOUT
+@IN_BUILD
+def test_a_wheel_that_links_more_in_says_so(tmp_path: Path) -> None:
+  check, third_party = tool("check_package"), tool("third_party")
+  with zipfile.ZipFile(build("wheel", tmp_path)) as archive:
+    archive.extractall(tmp_path / "unpacked")
+  (info,) = (tmp_path / "unpacked").glob("*.dist-info")
+  write_sbom(VERSION, info)
+  spdx = "Apache-2.0 WITH LLVM-exception"
+  part = third_party.Part("libcxx", "1", "pkg:github/llvm/llvm-project", spdx, "text")
+  third_party.add_to_wheel(tmp_path / "unpacked", [part])
+  wheel = Path(shutil.make_archive(str(tmp_path / "made"), "zip", tmp_path / "unpacked"))
+  assert check.problems(wheel.rename(tmp_path / "made.whl")) == []
+  metadata = (info / "METADATA").read_text("utf-8")
+  assert f"License-Expression: {PROJECT['project']['license']} AND {spdx}\n" in metadata
+  (info / "METADATA").write_text(metadata.replace(f" AND {spdx}", ""), encoding="utf-8")
+  (info / "licenses" / "LICENSE").unlink()
+  wheel = Path(shutil.make_archive(str(tmp_path / "faulty"), "zip", tmp_path / "unpacked"))
+  assert check.problems(wheel.rename(tmp_path / "faulty.whl")) == [
+    "the License-File LICENSE is not there",
+    f"the licence expression lacks libcxx's {spdx}",
+  ]
+
+
+def mach_o_module(names: dict[str, int], macos: int = 12) -> bytes:
+  """The least of a library for macOS on arm64 that binds names to libraries."""
+  binds = b"".join(
+    bytes([0x30 | library % 16 if library < 0 else 0x10 | library, 0x40])
+    + name.encode()
+    + b"\0\x51\x72\x80\x01\x90"  # a pointer, in segment 2, at 128: bind
+    for name, library in names.items()
+  )
+  library = b"/usr/lib/libSystem.B.dylib\0".ljust(32, b"\0")
+  commands = struct.pack("<6I", 0xC, 24 + len(library), 24, 0, 0, 0) + library
+  commands += struct.pack("<6I", 0x32, 24, 1, macos << 16, macos << 16, 0)
+  commands += struct.pack("<4I", 0x1D, 16, 0, 0)
+  at = 32 + len(commands) + 48
+  commands += struct.pack("<12I", 0x80000022, 48, 0, 0, at, len(binds), 0, 0, 0, 0, 0, 0)
+  return struct.pack("<8I", 0xFEEDFACF, 0x0100000C, 0, 6, 4, len(commands), 0, 0) + commands + binds
+
+
+def test_a_module_for_macos_takes_pythons_functions_from_python_and_the_rest_from_the_system() -> (
+  None
+):
+  mach_o = tool("mach_o")
+  good = mach_o.read(mach_o_module({"_PyList_New": -2, "_mmap": 1, "__Py_Dealloc": -2}))
+  assert good.bound == {"_PyList_New": -2, "_mmap": 1, "__Py_Dealloc": -2}
+  assert mach_o.problems(good) == []
+  bad = mach_o.read(mach_o_module({"_memfd_create": -2, "_PyList_New": 1}, macos=27))
+  assert mach_o.problems(bad) == [
+    "expected macOS (12, 0), got (27, 0)",
+    "no library of the system has _memfd_create",
+    "_PyList_New is looked for in a library of the system",
+  ]
+  with pytest.raises(ValueError, match="expected a 64-bit Mach-O file"):
+    mach_o.read(b"\x7fELF" + bytes(60))
 
 
 def test_the_conda_recipe_needs_what_the_package_does() -> None:
@@ -131,6 +263,7 @@ def test_the_conda_recipe_needs_what_the_package_does() -> None:
     assert needs.pop(name) == f"{name} {range_}"
   assert needs == {"python": "python"}
   assert recipe["about"]["license"] == PROJECT["project"]["license"]
+  assert all((ROOT / name).exists() for name in recipe["about"]["license_file"])
   assert recipe["about"]["repository"] == URLS["Repository"]
   assert recipe["about"]["documentation"] == URLS["Documentation"]
 
@@ -139,9 +272,6 @@ def test_the_conda_recipe_needs_what_the_package_does() -> None:
 def jobs(workflow: Path) -> dict[str, Any]:
   yaml = pytest.importorskip("yaml")
   return yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
-
-
-IN_CHECKOUT = pytest.mark.skipif(not WORKFLOWS, reason="a source archive has no workflows")
 
 
 @IN_CHECKOUT
