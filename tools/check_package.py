@@ -74,7 +74,7 @@ def missing_licenses(
 
 
 def wrong_parts(metadata: email.message.Message, raw: bytes | None) -> list[str]:
-  """Where an SBOM and the rest of a wheel's metadata differ."""
+  """The differences between an SBOM and the rest of a wheel's metadata."""
   if raw is None:
     return ["no SBOM"]
   sbom = json.loads(raw)

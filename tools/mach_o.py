@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a 64-bit Mach-O library, such as a module for macOS, needs of its system.
+"""Reads the needs of a 64-bit Mach-O library, such as a module for macOS.
 
 The linker's tables say which functions the library binds to which other library; names without a
 library ("flat namespace") come from what the process has loaded, as Python's do. Tables of Apple's
@@ -86,7 +86,7 @@ def bindings(code: bytes) -> Iterator[tuple[str, int]]:
 
 
 def problems(module: Library) -> list[str]:
-  """What keeps a module from loading into Python on macOS for arm64."""
+  """The reasons why a module can't be loaded into Python on macOS for arm64."""
   found = []
   if module.processor != ARM64:
     found.append(f"expected code for arm64, got {module.processor:#x}")

@@ -78,7 +78,7 @@ def parts(xla: Path) -> list[Part]:
 
 
 def zig_parts(zig: Path) -> list[Part]:
-  """What zig's compiler, in the folder `zig`, links into the wheels of tools/portable.py."""
+  """The parts that zig's compiler, in the folder `zig`, links into wheels of tools/portable.py."""
   library = zig / "lib" / "libcxx"
   config = (library / "include" / "__config").read_text("utf-8")
   major, minor, patch = re.search(r"_LIBCPP_VERSION (\d\d)(\d\d)(\d\d)\b", config).groups()
