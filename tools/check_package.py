@@ -3,7 +3,7 @@
 
     python tools/check_package.py dist/*
 
-- The licence expression has all of pyproject.toml's terms, and those of each part in the SBOM.
+- The license expression has all of pyproject.toml's terms, and those of each part in the SBOM.
 - Every License-File is in the archive; pyproject.toml's are among them.
 - The classifiers are pyproject.toml's.
 - A wheel has a CycloneDX SBOM of this version, and a License-File for each part that it lists.
@@ -70,7 +70,7 @@ def missing_licenses(
   found = [f"no License-File {name}" for name in sorted(promised - set(listed))]
   found += [f"the License-File {name} is not there" for name in listed if place + name not in files]
   absent = set(PROJECT["license"].split(" AND ")) - terms(metadata)
-  return found + [f"the licence expression lacks {term}" for term in sorted(absent)]
+  return found + [f"the license expression lacks {term}" for term in sorted(absent)]
 
 
 def wrong_parts(metadata: email.message.Message, raw: bytes | None) -> list[str]:
@@ -81,10 +81,10 @@ def wrong_parts(metadata: email.message.Message, raw: bytes | None) -> list[str]
   about = (sbom["bomFormat"], sbom["metadata"]["component"]["version"])
   found = [] if about == ("CycloneDX", PROJECT["version"]) else [f"the SBOM is of {about}"]
   for part in sbom["components"]:
-    (licence,) = part["licenses"]
-    spdx = licence.get("expression") or licence["license"]["id"]
+    (license,) = part["licenses"]
+    spdx = license.get("expression") or license["license"]["id"]
     if spdx not in terms(metadata):
-      found.append(f"the licence expression lacks {part['name']}'s {spdx}")
+      found.append(f"the license expression lacks {part['name']}'s {spdx}")
     if f"packaging/licenses/{part['name']}.txt" not in metadata.get_all("License-File", []):
       found.append(f"no License-File for {part['name']}")
   return found

@@ -176,7 +176,7 @@ def build_wheel(target: str, out: Path) -> None:
 
 
 def name_zig(wheel: Path) -> None:
-  """Adds the licences of what zig has linked in to a wheel's metadata."""
+  """Adds the licenses of what zig has linked in to a wheel's metadata."""
   with tempfile.TemporaryDirectory() as folder:
     run(sys.executable, "-m", "wheel", "unpack", "--dest", folder, wheel)
     (unpacked,) = Path(folder).iterdir()

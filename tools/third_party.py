@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The projects whose code is compiled into the module: their licences, and an SBOM of them.
+"""The projects whose code is compiled into the module: their licenses, and an SBOM of them.
 
     python tools/third_party.py sbom VERSION XLA_INCLUDE OUTPUT   # OUTPUT/sboms/callgate.cdx.json
     python tools/third_party.py licenses XLA_INCLUDE              # rewrites packaging/licenses
@@ -23,7 +23,7 @@ LICENSES = Path(__file__).resolve().parent.parent / "packaging" / "licenses"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """A project whose code is compiled in, with its licence: SPDX's name, and the text."""
+  """A project whose code is compiled in, with its license: SPDX's name, and the text."""
 
   name: str
   version: str  # "" where it tells none
@@ -34,7 +34,7 @@ class Part:
 
 
 def of_package(name: str) -> str:
-  """The licence that an installed package brings; of several texts in one file the first."""
+  """The license that an installed package brings; of several texts in one file the first."""
   files = importlib.metadata.files(name) or []
   (file,) = [f for f in files if f.parent.name == "licenses" and f.stem == "LICENSE"]
   return re.split(r"^-{4,}$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[0].strip()
@@ -44,7 +44,7 @@ def of_header(path: Path) -> str:
   """The comment that a header begins with."""
   comment = re.match(r"\s*/\*(.*?)\*/", path.read_text(encoding="utf-8"), re.DOTALL)
   if comment is None:
-    raise ValueError(f"{path}: expected a licence in a comment at its beginning")
+    raise ValueError(f"{path}: expected a license in a comment at its beginning")
   lines = [re.sub(r"^ ?\*+ ?", "", line).rstrip() for line in comment[1].splitlines()]
   return "\n".join(line for line in lines if not line.startswith("=====")).strip()
 
@@ -105,8 +105,8 @@ def component(part: Part) -> dict[str, object]:
   about |= {"version": part.version} if part.version else {}
   about |= {"description": part.note} if part.note else {}
   compound = " " in part.spdx
-  licence = {"expression": part.spdx} if compound else {"license": {"id": part.spdx}}
-  return about | {"licenses": [licence]}
+  license = {"expression": part.spdx} if compound else {"license": {"id": part.spdx}}
+  return about | {"licenses": [license]}
 
 
 def sbom(version: str, found: list[Part]) -> str:

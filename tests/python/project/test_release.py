@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a release agree: versions, addresses, licences, workflows."""
+"""The pieces of a release agree: versions, addresses, licenses, workflows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_release_notes_are_the_changelogs_section_of_the_tag(tmp_path: Path) -> 
   assert "no section" in notes(tmp_path, dated.replace("1.2.0", "Unreleased")).stderr
 
 
-# --- addresses, licences -----------------------------------------------------------------------
+# --- addresses, licenses -----------------------------------------------------------------------
 SAYING_ADDRESSES = [
   ROOT / name
   for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff")
@@ -87,7 +87,7 @@ def test_the_links_of_the_readme_hold_on_pypi() -> None:
   assert [link for link in links if not link.startswith("https://")] == []
 
 
-def test_the_licence_names_who_gives_it() -> None:
+def test_the_license_names_who_gives_it() -> None:
   (owner,) = PROJECT["project"]["authors"]
   assert re.search(rf"^   Copyright \d{{4}} {owner['name']}$", read("LICENSE"), re.MULTILINE)
 
@@ -118,7 +118,7 @@ def write_sbom(version: str, folder: Path) -> None:
 
 
 @IN_BUILD
-def test_the_licences_in_packages_are_those_of_the_builds_packages() -> None:
+def test_the_licenses_in_packages_are_those_of_the_builds_packages() -> None:
   pytest.importorskip("nanobind")
   parts = tool("third_party").parts(XLA_HEADERS)
   files = {file.stem: file.read_text("utf-8") for file in ROOT.glob("packaging/licenses/*.txt")}
@@ -127,14 +127,14 @@ def test_the_licences_in_packages_are_those_of_the_builds_packages() -> None:
   assert spdx == set(PROJECT["project"]["license"].split(" AND "))
 
 
-def test_every_source_file_names_its_licence() -> None:
+def test_every_source_file_names_its_license() -> None:
   own = PROJECT["project"]["license"].split(" AND ")[0]
-  licence = f"SPDX-License-Identifier: {own}\n"
+  license = f"SPDX-License-Identifier: {own}\n"
   folders = ("benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
   sources = [file for folder in folders for file in (ROOT / folder).rglob("*.*")]
   sources = [file for file in sources if file.suffix in (".c", ".cc", ".cmake", ".h", ".py", ".sh")]
   assert len(sources) > 600
-  assert not [file for file in sources if licence not in file.read_text(encoding="utf-8")[:200]]
+  assert not [file for file in sources if license not in file.read_text(encoding="utf-8")[:200]]
 
 
 def test_the_installed_package_says_what_is_compiled_in() -> None:
@@ -169,7 +169,7 @@ def build(kind: str, folder: Path) -> Path:
 
 
 @IN_CHECKOUT
-def test_a_source_archive_has_the_licences_and_what_builds_a_wheel(tmp_path: Path) -> None:
+def test_a_source_archive_has_the_licenses_and_what_builds_a_wheel(tmp_path: Path) -> None:
   check = tool("check_package")
   archive = build("sdist", tmp_path)
   assert check.problems(archive) == []
@@ -184,7 +184,7 @@ def test_a_source_archive_has_the_licences_and_what_builds_a_wheel(tmp_path: Pat
 
 @IN_CHECKOUT
 @IN_BUILD
-def test_a_wheel_says_its_licences_and_what_is_compiled_in(tmp_path: Path) -> None:
+def test_a_wheel_says_its_licenses_and_what_is_compiled_in(tmp_path: Path) -> None:
   check = tool("check_package")
   wheel = build("wheel", tmp_path)
   assert check.problems(wheel) == ["no SBOM"]  # CMake writes it beside the module
@@ -215,7 +215,7 @@ def test_a_wheel_that_links_more_in_says_so(tmp_path: Path) -> None:
   wheel = Path(shutil.make_archive(str(tmp_path / "faulty"), "zip", tmp_path / "unpacked"))
   assert check.problems(wheel.rename(tmp_path / "faulty.whl")) == [
     "the License-File LICENSE is not there",
-    f"the licence expression lacks libcxx's {spdx}",
+    f"the license expression lacks libcxx's {spdx}",
   ]
 
 
