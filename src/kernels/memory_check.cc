@@ -20,12 +20,11 @@ std::size_t element_bytes(DType dtype) noexcept {
   return static_cast<std::size_t>(std::max(bits(dtype) / 8, 1));
 }
 
-// The byte patterns of a memory check. Computations hardly ever produce them, and each array has a
-// different one, so copies from beside one array to beside another are detected. Each array of a
-// call has a number; 0 is the initial content of all results. The patterns of two numbers differ in
-// every distinguishing byte. The common loop that goes one element too far, y[i] = x[i], thus puts
-// another array's pattern in the wrong place, at any distance. Types of one and two bytes have 252
-// such patterns; beyond, only every second element differs.
+// The byte patterns of a memory check. Computations hardly ever produce them. Each array of a call
+// has a number and a pattern; 0 is the initial content of all results. The patterns of two numbers
+// differ in every distinguishing byte. So the common loop that goes one element too far,
+// y[i] = x[i], puts another array's pattern in the wrong place, at any distance. Types of one and
+// two bytes have 252 such patterns; beyond, only every second element differs.
 //
 // In floating-point types of two bytes or more, the rare pattern is a signaling NaN with a payload
 // (for bfloat16 a quiet one from the 64th on), so reads outside an array show. Types of one byte

@@ -20,16 +20,14 @@ using Clock = std::chrono::steady_clock;
 using Kind = WorkerFailure::Kind;
 using std::chrono::nanoseconds;
 
-// The target time of a piece, in nanoseconds. Assigning one takes a twentieth of the minimum; after
-// the maximum, others get their turn.
+// The target time of a piece, in nanoseconds: twenty times its assignment, and no long turn.
 constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(60);
 constexpr std::int64_t kSoon = 50'000;                 // nanoseconds: it spins for shorter pieces
 constexpr auto kNap = std::chrono::milliseconds(100);  // between checks for Ctrl-C
-// After Ctrl-C a running call has this long to end; then as long to notice its interrupt, and after
-// that, the second time to end.
+// After Ctrl-C: for a call to end, again to notice its interrupt, and then to end.
 constexpr auto kGrace = std::chrono::seconds(1), kUnwinding = std::chrono::seconds(5);
 
 class Spread : Immovable {

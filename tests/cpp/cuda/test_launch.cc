@@ -278,8 +278,9 @@ TEST_F(Launches, ThatTheDriverRefusesSayWhatWasLaunched) {
   ASSERT_FALSE(outcome.ok());
   EXPECT_THAT(outcome.error().message,
               HasSubstr("callgate: kernel 'k': cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED"));
-  EXPECT_THAT(outcome.error().message,
-              HasSubstr("; grid (1, 1, 1), block (1, 1, 1), shared 0 bytes; earlier work on the device"));
+  EXPECT_THAT(
+      outcome.error().message,
+      HasSubstr("; grid (1, 1, 1), block (1, 1, 1), shared 0 bytes; earlier work on the device"));
 }
 
 TEST_F(Launches, OfTooManyThreadsSayHowManyTheFunctionRunsWith) {
