@@ -142,7 +142,8 @@ bool Channel::take_turn(std::size_t index, const Delivery& delivery, bool alone)
   const auto consumer = is_one ? current_[index] : rest.front().source->consumer;
   if (!is_one) {
     auto is_of_other = [&](const Record& record) { return record.source->consumer != consumer; };
-    rest = rest.first(std::ranges::find_if(rest, is_of_other) - rest.begin());
+    const auto count = std::ranges::find_if(rest, is_of_other) - rest.begin();
+    rest = rest.first(static_cast<std::size_t>(count));
   }
   const bool at_once = consumer == nullptr || (alone && is_one && !consumer->goes_one_by_one());
   if (!at_once) rest = rest.first(std::min(rest.size(), consumer->pace().turn()));

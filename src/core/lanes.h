@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <string>
 #include <vector>
@@ -78,7 +79,7 @@ class Lanes {
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
   // The number of leading axes of a result.
   std::int32_t axes() const noexcept {
-    return static_cast<std::int32_t>(sizes_.size() - std::ranges::count(numbered_, 1));
+    return static_cast<std::int32_t>(std::ssize(sizes_) - std::ranges::count(numbered_, 1));
   }
   // The number of lanes of one call; 1 without levels.
   std::int64_t count() const noexcept { return count_; }

@@ -118,7 +118,7 @@ void Pool::wait_for_news(const std::vector<WorkerPointer>& watched,
     all.push_back({worker->process->said_descriptor(), POLLIN, 0});
     all.push_back({worker->socket.get(), POLLIN, 0});
   }
-  (void)poll(all.data(), all.size(), static_cast<int>(most.count()));
+  (void)poll(all.data(), static_cast<nfds_t>(all.size()), static_cast<int>(most.count()));
   std::array<char, 64> woken;
   while (read(woken_.get(), woken.data(), woken.size()) > 0) {
   }
