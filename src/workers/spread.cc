@@ -20,8 +20,7 @@ using Clock = std::chrono::steady_clock;
 using Kind = WorkerFailure::Kind;
 using std::chrono::nanoseconds;
 
-// The target time of a piece, in nanoseconds: twenty times its assignment, and no long turn.
-constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;
+constexpr std::int64_t kLeastTime = 200'000, kMostTime = 10'000'000;  // nanoseconds of a piece
 constexpr std::size_t kPieceBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostEnded = 4;  // workers that may end before they run a lane
 constexpr auto kAwake = std::chrono::microseconds(60);
