@@ -219,7 +219,7 @@ TEST_F(CudaKeptTaps, AConsumerOfTheHostIsRefusedAndTheRecordCounts) {
   program.run({{XLA_FFI_DataType_F32, {1}, x.data()}});
   deliver();
   ASSERT_EQ(errors_.size(), 1U);
-  EXPECT_THAT(errors_[0], HasSubstr("tap 't', which has on_device=True"));
+  EXPECT_THAT(errors_[0], HasSubstr("tap 't' has on_device=True"));
   EXPECT_EQ(channel_->stats().delivered, 1U);
 }
 

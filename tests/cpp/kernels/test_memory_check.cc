@@ -222,7 +222,7 @@ TEST_F(MemoryCheckTest, ElementsThatNobodyWritesAreFound) {
   for (bool repeatable : {true, false}) {
     std::string text = found(some, repeatable);
     EXPECT_THAT(text, HasSubstr("'z' (result 0, float32[4]) was not written completely: 2 of 4 "));
-    EXPECT_THAT(text, HasSubstr("the first [1]"));
+    EXPECT_THAT(text, HasSubstr("the first is [1]"));
   }
 }
 
@@ -240,7 +240,7 @@ TEST_F(MemoryCheckTest, IntegersTakeEveryValueAndAreStillTold) {
   out.add(DType::kU8, bytes, {257});
   auto checked = site(&fill_all_but_last<std::uint8_t>, true, {parameter(CALLGATE_OUT, 6)});
   EXPECT_THAT(message(fake::call(*checked, none, out)), HasSubstr("1 of 257 elements"));
-  EXPECT_THAT(message(fake::call(*checked, none, out)), HasSubstr("the first [256]"));
+  EXPECT_THAT(message(fake::call(*checked, none, out)), HasSubstr("the first is [256]"));
 }
 
 TEST_F(MemoryCheckTest, WithEffectsSmallIntegersAreNotLookedAt) {
@@ -253,7 +253,7 @@ TEST_F(MemoryCheckTest, WithEffectsSmallIntegersAreNotLookedAt) {
   Arrays wide;
   wide.add(DType::kS32, words, {2, 4});
   auto four = site(&fill_all_but_last<std::int32_t>, false, {parameter(CALLGATE_OUT, 4)});
-  EXPECT_THAT(message(fake::call(*four, none, wide)), HasSubstr("the first [1,3]"));
+  EXPECT_THAT(message(fake::call(*four, none, wide)), HasSubstr("the first is [1,3]"));
 }
 
 std::atomic<int> runs{0};
