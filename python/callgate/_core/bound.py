@@ -10,6 +10,8 @@ import copy
 import inspect
 from typing import Any, Self
 
+from callgate._core import signatures
+
 
 class BoundMethod:
   """A gate bound to an object: calls and starts pass the object as the first argument."""
@@ -36,7 +38,7 @@ class BoundMethod:
 
   @property
   def __signature__(self) -> inspect.Signature:
-    signature = inspect.signature(self.__func__)
+    signature = signatures.read(self.__func__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
   def __eq__(self, other: object) -> bool:

@@ -44,7 +44,7 @@ def show(*values: Any) -> None:
   """Makes public functions, and functions of public classes, show annotations without quotes."""
   for value in values:
     if isinstance(value, type):
-      if "__annotations__" in vars(value):  # `get_type_hints` would use the public module
+      if inspect.get_annotations(value):  # `get_type_hints` would use the public module
         value.__annotations__ = inspect.get_annotations(value, eval_str=True)
       for base in value.__mro__:
         if base.__module__.partition(".")[0] == "callgate":

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any, cast
 
@@ -14,11 +16,29 @@ from callgate._core.errors import GateDefinitionError
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def read(function: Callable[..., Any]) -> inspect.Signature:
+  """Returns `inspect.signature(function)`; with annotations as text if evaluating them raises.
+
+  Since Python 3.14 their first reader evaluates them, and may find names that aren't defined.
+
+  Raises:
+    TypeError, ValueError: the function has no signature.
+  """
+  try:
+    return inspect.signature(function)
+  except Exception:
+    if sys.version_info < (3, 14):
+      raise
+    import annotationlib
+
+    return inspect.signature(function, annotation_format=annotationlib.Format.STRING)
+
+
 def signature_of(function: Callable[..., Any], skip: int = 0) -> inspect.Signature | None:
   """Returns the callable's signature without its first `skip` parameters; None if unknown."""
   try:
-    signature = inspect.signature(function)
-  except (TypeError, ValueError):
+    signature = read(function)
+  except Exception:  # noqa: BLE001 - from the object's own attributes
     return None
   parameters = list(signature.parameters.values())
   # `*args` accepts any number of arguments, including the first ones.
@@ -112,7 +132,11 @@ def is_generator_function(function: Any) -> bool:
 def _is(kind: Callable[[Any], bool], function: Any) -> bool:
   while isinstance(function, functools.partial):
     function = cast("Any", function).func
-  return kind(function) or kind(getattr(type(function), "__call__", None))  # noqa: B004
+  for one in (function, getattr(type(function), "__call__", None)):  # noqa: B004
+    with contextlib.suppress(Exception):  # from attributes that the object computes
+      if kind(one):
+        return True
+  return False
 
 
 def refuse_unrun(expected: str, function: Any) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from callgate._core import options as check
+from callgate._core import signatures
 from callgate._core.errors import GateDefinitionError
 from callgate._envs import infos, spaces, vectors
 from callgate._envs.options import Autoreset
@@ -115,7 +115,7 @@ def plan_of(
 
 def _check_make(label: str, make: Any, *, vector: bool) -> None:
   try:
-    signature = inspect.signature(make)
+    signature = signatures.read(make)
     seeded = vector and "seed" in signature.parameters
     signature.bind(**({"seed": 0} if seeded else {}))
   except ValueError:  # no signature is available

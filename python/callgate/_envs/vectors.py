@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate._core import signatures
 from callgate._core.errors import GateDefinitionError
 from callgate._envs import spaces
 from callgate._envs.options import Autoreset
@@ -24,7 +25,7 @@ _MOST_SEED = 2**31  # the limit of EnvPool's seeds
 def takes(function: Any, name: str) -> bool:
   """True if a function has a parameter of this name."""
   try:
-    return name in inspect.signature(function).parameters
+    return name in signatures.read(function).parameters
   except (TypeError, ValueError):
     return False
 
@@ -33,7 +34,7 @@ def made(make: Any, seed: Any = None) -> Any:
   """Makes a vector environment; with `seed` if `make` takes one."""
   if not takes(make, "seed"):
     return make()
-  required = inspect.signature(make).parameters["seed"].default is inspect.Parameter.empty
+  required = signatures.read(make).parameters["seed"].default is inspect.Parameter.empty
   if seed is None:
     return make(seed=0) if required else make()
   return make(seed=seed)

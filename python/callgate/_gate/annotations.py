@@ -8,6 +8,7 @@ jaxtyping: it reads `dtypes` and `dim_str` of an annotation.
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 import typing
@@ -27,6 +28,8 @@ from callgate._jax import tracing
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 # The dtype that JAX gives to Python numbers of each kind in 64-bit mode.
 _USUAL = tuple(map(np.dtype, ("float64", "int64", "complex128", "uint32", "bool")))
+# From evaluating names that only type checkers know, and from objects without annotations.
+_UNKNOWN = (NameError, AttributeError, ImportError, TypeError, ValueError)
 
 
 def refuse_generators(label: str, function: Any) -> None:
@@ -47,11 +50,11 @@ def results(label: str, function: Callable[..., Any], skip: int) -> Annotated | 
     skip: the number of its first parameters that a call does not pass.
   """
   plain = getattr(function, "func", function)  # functools.partial
-  if "return" not in getattr(plain, "__annotations__", {}):
-    return None
   try:
+    if "return" not in inspect.get_annotations(plain):
+      return None
     hints = typing.get_type_hints(plain)
-  except (NameError, TypeError, AttributeError):  # names that only type checkers know
+  except _UNKNOWN:
     return None
   result = hints.pop("return")
   parts = typing.get_args(result) if typing.get_origin(result) is tuple else (result,)

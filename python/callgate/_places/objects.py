@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from callgate import _callgate
+from callgate._core import signatures
 
 # Guarded by _lock, but for a key that nobody knows yet.
 _tables: weakref.WeakValueDictionary[str, Instances] = weakref.WeakValueDictionary()
@@ -64,7 +65,7 @@ class MethodOf:
       method = getattr(kind, name)
     functools.update_wrapper(self, method, updated=())
     self.__module__, self.__qualname__ = kind.__module__, f"{kind.__qualname__}.{name}"
-    parameters = list(inspect.signature(method).parameters.values())
+    parameters = list(signatures.read(method).parameters.values())
     if not isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod)):
       parameters = parameters[1:]
     self.__signature__ = inspect.Signature(parameters)

@@ -17,7 +17,7 @@ from callgate._arrays import torch as _torch
 from callgate._call.generic import P, R
 from callgate._call.options import shared
 from callgate._call.site import Static
-from callgate._core import extras, factories, registry
+from callgate._core import extras, factories, registry, signatures
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
@@ -107,7 +107,7 @@ class ModuleCallee(FunctionCallee):
     function = self.module = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
     with contextlib.suppress(TypeError, ValueError):
-      parameters = inspect.signature(module.forward).parameters.values()
+      parameters = signatures.read(module.forward).parameters.values()
       function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
     super().__init__(function, name, options)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import pathlib
 import re
@@ -121,7 +120,7 @@ class Sink:
 
 def _options(kind: type[Sink]) -> list[str]:
   """Returns the names of all options of a sink."""
-  inits = [inspect.signature(base.__init__) for base in kind.__mro__ if issubclass(base, Sink)]
+  inits = [signatures.read(base.__init__) for base in kind.__mro__ if issubclass(base, Sink)]
   return [name for init in inits for name in init.parameters]
 
 

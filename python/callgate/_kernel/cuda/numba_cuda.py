@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from typing import Any
 
 from callgate._build.nvrtc import CompiledImage
-from callgate._core import extras, factories, registry
+from callgate._core import extras, factories, registry, signatures
 from callgate._core.errors import CompileError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
@@ -28,7 +27,7 @@ class NumbaCudaKernel(NamedKernel):
 
     compiler.check(what, function)
     self._compiler, self.function, self._launching = compiler, function, options
-    own = inspect.signature(function.py_func).parameters.values()
+    own = signatures.read(function.py_func).parameters.values()
     name = options.name or registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
 

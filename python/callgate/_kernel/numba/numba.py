@@ -17,7 +17,7 @@ import numpy as np
 from callgate._call import shapes
 from callgate._call.generic import OneArray
 from callgate._call.site import CallSite
-from callgate._core import extras, factories, registry
+from callgate._core import extras, factories, registry, signatures
 from callgate._core import options as _options
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
@@ -159,7 +159,7 @@ class NumbaKernel(CpuKernel):
       raise GateDefinitionError(f"{label}: {fault}; pass them to the decorator")
     self.function, self._style, self._cast = source, options.style, options.cast
     self.options, self._pointers = made or (given, None)  # options of Numba's compiler
-    self._given = list(inspect.signature(source).parameters.values())
+    self._given = list(signatures.read(source).parameters.values())
     super().__init__(options.name or registry.unique_name(source), None, options)
     if self._pointers is not None and self._style == "return":
       fault = "style: expected 'inplace' for a @cfunc, which writes through pointers"
@@ -306,8 +306,14 @@ class NumbaKernel(CpuKernel):
 
 def _returns_value(code: types.CodeType) -> bool:
   """Returns True if a function returns something other than None."""
+  # LOAD_CONST, or in newer Pythons LOAD_COMMON_CONSTANT, whose `argval` may be a number.
   return any(
     (i.opname == "RETURN_CONST" and i.argval is not None)
-    or (i.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None))
+    or (
+      i.opname == "RETURN_VALUE" and not (before.opname in _CONSTANT and before.argrepr == "None")
+    )
     for before, i in itertools.pairwise(dis.get_instructions(code))
   )
+
+
+_CONSTANT = ("LOAD_CONST", "LOAD_COMMON_CONSTANT")

@@ -5,6 +5,7 @@
 # pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
+import dis
 import enum
 import math
 from pathlib import Path
@@ -22,6 +23,7 @@ from property_checks import examples
 
 import callgate as cg
 from callgate._core.public import core
+from callgate._kernel.numba import numba as numba_kernel
 
 nb = pytest.importorskip("numba")
 
@@ -582,3 +584,42 @@ def test_a_kernel_has_the_function_that_it_was_made_from() -> None:
 
   assert cg.numba(double, out=lambda x: x).function is double
   assert not hasattr(cg.elementwise("T x", "T y", "y = 2 * x"), "function")
+
+
+def nothing(out: Any, x: Any) -> None:
+  out[...] = x
+
+
+def nothing_early(out: Any, x: Any) -> None:
+  if x.size == 0:
+    return
+  out[...] = x
+
+
+def text(x: Any) -> Any:
+  return "None"
+
+
+@pytest.mark.parametrize(
+  ("function", "expected"),
+  [(nothing, False), (nothing_early, False), (text, True), (lambda x: x, True), (lambda: 1, True)],
+)
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_function_that_returns_nothing_is_recognized(
+  function: Any, expected: bool, newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Also where None is one of the interpreter's common constants, as in Python 3.15."""
+  instructions = dis.get_instructions
+
+  def common(code: Any) -> Any:
+    for i in instructions(code):
+      if i.opname in ("LOAD_CONST", "RETURN_CONST") and i.argval is None:
+        yield i._replace(opname="LOAD_COMMON_CONSTANT", argval=7, argrepr="None")
+        if i.opname == "RETURN_CONST":
+          yield i._replace(opname="RETURN_VALUE", argval=None, argrepr="")
+      else:
+        yield i
+
+  if newer:
+    monkeypatch.setattr(numba_kernel.dis, "get_instructions", common)
+  assert numba_kernel._returns_value(function.__code__) == expected
