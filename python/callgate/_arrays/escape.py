@@ -93,8 +93,21 @@ def _escaped(suspects: list[Suspect]) -> list[Suspect]:
 
 
 def _others(suspect: Suspect) -> int:
-  """Counts references to a view beyond the runtime's, the tuple's and getrefcount's argument."""
-  return sys.getrefcount(suspect[2]) - 3
+  """Counts references to a view beyond the tuple's and the runtime's."""
+  return _references(suspect, _VIEW) - 1
+
+
+def _references(holder: Any, key: Any) -> int:
+  """Counts references to an item beyond its holder's.
+
+  The item has no name here, because Python 3.14 borrows the reference of a name: it may count once
+  less. The second term is the holder's and the argument's share, as this interpreter counts it.
+  """
+  return sys.getrefcount(holder[key]) - sys.getrefcount(_ALONE[0])
+
+
+_ALONE = (object(),)
+_VIEW = 2  # in a Suspect
 
 
 # The gates with a call whose view was in a reference cycle of the collector's oldest generation.
@@ -260,7 +273,7 @@ class _Rescue:
     """Sets `remaining`, after everything that `repoint` visited is dropped."""
     bases = 0
     for key in self.arrays:
-      if sys.getrefcount(self.arrays[key]) - 2 > self.harmless[key]:
+      if _references(self.arrays, key) > self.harmless[key]:
         self.remaining = True
         return
       bases += self.arrays[key].base is self.suspect[2]

@@ -15,6 +15,7 @@ import gc
 import sys
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,13 +112,22 @@ def heap() -> list[Any]:
   return tracked + [item for key, item in frames.items() if key not in known]
 
 
+# Since Python 3.14 a call's arguments may borrow the references of the caller's variables.
+_BORROWS = sys.version_info >= (3, 14)
+
+
 def _running_frames() -> dict[int, Any]:
-  """Returns containers with the locals of all threads' frames, by id."""
+  """Returns containers with the locals of all threads' frames, by id.
+
+  Where callees may borrow, an object is in the containers of one thread as often as in its frame
+  that has it most often: each surplus count could hide a holder that nobody knows.
+  """
   found: dict[int, Any] = {}
   frame: Any = None
   for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_globals.get("__name__") in _OURS:
       frame = frame.f_back
+    seen: Counter[int] = Counter()  # of this thread's inner frames
     for f, _ in traceback.walk_stack(frame):
       names: Any = f.f_locals
       if isinstance(
@@ -127,9 +137,23 @@ def _running_frames() -> dict[int, Any]:
       if f.f_code.co_flags & 1:  # CO_OPTIMIZED: a function has its locals outside dicts
         plain = set(f.f_code.co_varnames) - set(f.f_code.co_cellvars)
         values = [names[name] for name in plain if name in names]
+        if _BORROWS:
+          values = _beyond(seen, values)
         found[id(values)] = values
   frame = f = None  # breaks the cycle through our own frame
   return found
+
+
+def _beyond(seen: Counter[int], values: list[Any]) -> list[Any]:
+  """Returns the values that are here more often than in `seen`, and adds them there."""
+  here: Counter[int] = Counter()
+  more: list[Any] = []
+  for value in values:
+    here[id(value)] += 1
+    if here[id(value)] > seen[id(value)]:
+      more.append(value)
+  seen |= here
+  return more
 
 
 def frames_of(exception: BaseException) -> list[Any]:

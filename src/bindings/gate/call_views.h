@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "bindings/arrays/views.h"
@@ -36,7 +37,12 @@ struct Views : Arguments {
       : Arguments(shown.size()), kind(of_kind), memory(shown), own(is_own) {}
 
   bool escaped() {
-    return !own && std::ranges::any_of(all(), [](PyObject* view) { return Py_REFCNT(view) != 1; });
+    return !own && std::ranges::any_of(all(), [](PyObject* view) { return count_of(view) != 1; });
+  }
+  // The number of references. Since Python 3.14 the upper half of the word that the stable ABI of
+  // Python 3.12 reads has flags.
+  static std::uint32_t count_of(PyObject* view) {
+    return static_cast<std::uint32_t>(Py_REFCNT(view));
   }
   void add_to(nb::list& suspects) {
     for (std::size_t i = 0; !own && i < size(); ++i)
