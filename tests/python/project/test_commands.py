@@ -48,6 +48,60 @@ def test_all_that_is_missing_is_named_at_once_with_how_to_get_it(tmp_path: Path)
   assert "missing: Python 3.11 or newer" in check_machine("demo", str(old)).stdout
 
 
+# An interpreter as `find_python.sh` sees it: -c and a source.
+INTERPRETER = """#!/bin/sh
+exec {real} -c '
+import sys
+sys.version_info, sys.abiflags, sys.executable = {version}, "{flags}", "{path}"
+exec(sys.argv[1])' "$2"
+"""
+
+
+def interpreter(path: Path, version: tuple[int, ...], flags: str = "") -> str:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  text = INTERPRETER.format(real=sys.executable, version=version, flags=flags, path=path)
+  path.write_text(text, encoding="utf-8")
+  path.chmod(0o755)
+  return str(path)
+
+
+@pytest.mark.parametrize("where", ["PATH", "pyenv"])
+def test_the_newest_python_with_a_gil_is_found(where: str, tmp_path: Path) -> None:
+  folder, pyenv = tmp_path / "bin", tmp_path / "pyenv"
+
+  def add(minor: int, flags: str = "", patch: str = ".0") -> str:
+    path = folder / f"python3.{minor}"
+    if where == "pyenv":
+      path = pyenv / "versions" / f"3.{minor}{patch}{flags}" / "bin" / "python3"
+    return interpreter(path, (3, minor, 0), flags)
+
+  def found(*options: str) -> str:
+    return subprocess.run(
+      ["/bin/sh", str(ROOT / "tools" / "find_python.sh"), *options], check=True, timeout=60,
+      env={"PATH": str(folder), "PYENV_ROOT": str(pyenv)}, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+
+  interpreter(folder / "python3", (3, 10, 13))
+  oldest = add(12)
+  for minor in (13, 14, 15):
+    newest = add(minor, patch="-dev" if minor == 15 else ".0")
+    assert found("--newest") == newest
+  add(16)
+  assert found("--newest") == newest
+  assert found() == oldest
+
+
+def test_a_python_without_a_gil_is_not_found(tmp_path: Path) -> None:
+  pyenv = tmp_path / "pyenv"
+  usable = interpreter(pyenv / "versions" / "3.13.0" / "bin" / "python3", (3, 13, 0))
+  interpreter(pyenv / "versions" / "3.14.0t" / "bin" / "python3", (3, 14, 0), "t")
+  done = subprocess.run(
+    ["/bin/sh", str(ROOT / "tools" / "find_python.sh"), "--newest"], check=True, timeout=60,
+    env={"PATH": str(tmp_path), "PYENV_ROOT": str(pyenv)}, capture_output=True, text=True,
+  )  # fmt: skip
+  assert done.stdout.strip() == usable
+
+
 def test_a_compiler_without_c_plus_plus_20_is_told_by_what_it_says(tmp_path: Path) -> None:
   compiler = tmp_path / "c++"
   compiler.write_text("#!/bin/sh\necho 'fatal error: latch: no such file' >&2\nexit 1\n")
