@@ -13,6 +13,29 @@ from interpreters import output_of, printed_by, run_python
 import callgate as cg
 
 
+def test_a_module_that_is_imported_at_its_first_use_works() -> None:
+  """As by `lazy import callgate` in Python 3.15 (PEP 810)."""
+  code = """
+    import importlib.util, sys
+    import jax, numpy as np
+    assert jax.jit(lambda x: x + 1)(1.0) == 2
+    spec = importlib.util.find_spec("callgate")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    cg = sys.modules["callgate"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cg)
+    assert "callgate._attach" not in sys.modules
+
+    @jax.jit
+    def program(x):
+      cg.tap(x, to=lambda value: seen.append(float(value)))
+      return cg.gate(lambda x: x * np.float32(2), out=x)(x)
+
+    seen = []
+    print(program(np.float32(3)), cg.barrier(), seen)
+  """
+  assert printed_by(code, new=True).strip() == "6.0 None [3.0]"
+
+
 def test_names_are_what_type_checkers_see() -> None:
   tree = ast.parse(Path(inspect.getfile(cg)).with_suffix(".pyi").read_text())
   seen = {
