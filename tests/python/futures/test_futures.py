@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -135,6 +136,31 @@ def test_coroutines_run_beside_each_other_on_one_thread() -> None:
   program = jax.jit(jax.vmap(lambda x: gate.start(x).result()))
   np.testing.assert_array_equal(program(jnp.arange(20.0)), 2 * np.arange(20.0))
   assert threads == {"callgate async"}
+
+
+def test_a_coroutine_has_a_loop_with_tasks_and_processes() -> None:
+  async def ask(x: Any) -> Any:
+    assert asyncio.get_event_loop() is asyncio.get_running_loop()
+    process = await asyncio.create_subprocess_exec(
+      "printf", str(float(x) * 2), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.TaskGroup() as group:
+      said = group.create_task(process.communicate())
+      group.create_task(asyncio.sleep(0))
+    return np.float32(said.result()[0])
+
+  gate = cg.gate(ask, out=ZERO, timeout=60)
+  program = jax.jit(jax.vmap(lambda x: gate.start(x).result()))
+  np.testing.assert_array_equal(program(jnp.arange(3.0)), 2 * np.arange(3.0))
+
+
+def test_a_thread_without_an_event_loop_gets_none_of_callgate() -> None:
+  gate = cg.gate(fetch, out=ZERO)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")  # for `get_event_loop`, which Python 3.14 lets raise
+    assert gate.start(1.0).result() == 1
+  with pytest.raises(RuntimeError, match="no running event loop"):
+    asyncio.get_running_loop()
 
 
 def test_a_coroutine_that_stops_the_event_loop_stops_no_other() -> None:
