@@ -70,7 +70,7 @@ def root(x: Any) -> Any:
   return y
 
 
-WHERE = Path(FILE).read_text().split("# where it stops")[0].count("\n") + 1
+WHERE = Path(FILE).read_text(encoding="utf-8").split("# where it stops")[0].count("\n") + 1
 
 
 def test_nobody_stops_where_the_condition_is_false(engine: str, stops: Stops) -> None:
@@ -305,6 +305,43 @@ def test_pdb_at_the_users_line(tmp_path: Any) -> None:
   assert "result [9.0, 17.0]" in done.stdout
   assert "usable [3.0]" in done.stdout
   assert f"callgate: breakpoint at {script}:7" in done.stderr
+
+
+BESIDE = """
+import pdb, sys
+import jax, jax.numpy as jnp
+import callgate as cg
+
+traced = []
+
+def tracer(frame, event, arg):
+  traced.append(event)
+
+own = pdb.Pdb(nosigint=True, readrc=False)  # as `breakpoint()` keeps it, since Python 3.14
+pdb.Pdb._last_pdb_instance = own
+monitoring = getattr(sys, "monitoring", None)
+program = jax.jit(lambda x: cg.breakpoint(out="x", x=x) + 1)
+sys.settrace(tracer)
+print("result", float(program(1.0)))
+assert sys.gettrace() is tracer
+sys.settrace(None)
+assert traced
+assert pdb.Pdb._last_pdb_instance is own
+assert monitoring is None or monitoring.get_tool(monitoring.DEBUGGER_ID) is None
+print("result", float(program(2.0)))
+"""
+
+
+def test_a_debugger_and_a_tracer_of_the_user_stay(tmp_path: Path) -> None:
+  script = tmp_path / "run.py"
+  script.write_text(BESIDE, encoding="utf-8")
+  done = subprocess.run(
+    [sys.executable, str(script)], input="x = x * 10\nc\nx = x * 100\nc\n", capture_output=True,
+    text=True, timeout=120,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert "result 11.0" in done.stdout
+  assert "result 201.0" in done.stdout
 
 
 def test_a_process_without_a_terminal_is_attached_to(

@@ -152,14 +152,53 @@ def test_an_executor_that_is_shut_down_cancels_what_waits_there() -> None:
   closer.join()
 
 
-def test_processes_of_an_executor_are_others_and_one_that_breaks_is_told() -> None:
-  spawn = multiprocessing.get_context("spawn")
-  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])  # the latter is Python 3.14's default
+def test_processes_of_an_executor_are_others_and_one_that_breaks_is_told(start: Any) -> None:
+  context = multiprocessing.get_context(start)
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
     where = cg.gate(worker_functions.pid, out=INT, run_on=executor)
     assert int(jax.jit(where)(1.0)) not in (0, os.getpid())
     gate = cg.gate(worker_functions.die, out=lambda x: x, run_on=executor)
     with pytest.raises(concurrent.futures.process.BrokenProcessPool), cg.errors():
       jax.block_until_ready(jax.jit(gate)(-1.0))
+
+
+FORKSERVER = """
+import concurrent.futures, multiprocessing, sys
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+
+SCALE = 3.0
+
+@cg.gate(out=lambda x: x)
+def scaled(x):
+  return x * np.float32(SCALE)
+
+def there(value):  # a program of the child's own
+  seen = []
+  program = jax.jit(lambda x: (cg.tap(x, to=lambda v: seen.append(float(v))), scaled(x))[1])
+  result = float(program(value))
+  cg.barrier()
+  return result, seen
+
+if __name__ == "__main__":
+  multiprocessing.set_start_method("forkserver")
+  if "preload" in sys.argv:
+    multiprocessing.set_forkserver_preload(["callgate"])
+  assert float(jax.jit(scaled)(1.0)) == 3
+  with concurrent.futures.ProcessPoolExecutor(2) as executor:
+    print(list(executor.map(there, [1.0, 2.0])))
+    gate = cg.gate(scaled.function, out=lambda x: x, run_on=executor)
+    print(jax.jit(jax.vmap(gate))(jnp.arange(4.0)).tolist())
+"""
+
+
+@pytest.mark.parametrize("preload", ["", "preload"])
+def test_programs_run_in_children_of_a_forkserver(preload: str, tmp_path: Path) -> None:
+  script = tmp_path / "program.py"
+  script.write_text(FORKSERVER, encoding="utf-8")
+  said = succeed(script, preload).splitlines()
+  assert said == ["[(3.0, [1.0]), (6.0, [2.0])]", "[0.0, 3.0, 6.0, 9.0]"]
 
 
 def test_dask_runs_lanes(tmp_path: Path) -> None:
