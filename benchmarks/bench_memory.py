@@ -94,7 +94,7 @@ def resident_bytes() -> int:
   gc.collect()
   if sys.platform == "linux":
     ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
   return harness.require("psutil", "psutil").Process().memory_info().rss
 

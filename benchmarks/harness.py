@@ -392,6 +392,6 @@ def cpu_model() -> str:
   """The processor's name and instruction set."""
   model = ""
   if Path("/proc/cpuinfo").exists():
-    found = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    found = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     model = found.group(1).strip() if found else ""
   return f"{model or platform.processor() or 'unknown'} ({platform.machine()})"

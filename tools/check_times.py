@@ -176,7 +176,7 @@ def main() -> int:
     print(comparison(*tables))
     return 0
   notes = Path(os.environ.get("CALLGATE_CHECK_TIMES") or ROOT / "build" / "check-times.jsonl")
-  lines = notes.read_text().splitlines() if notes.exists() else []
+  lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
   table = table_of(lines, (ROOT / "build").glob("*-tests*.xml"))
   if chosen.write:
     chosen.write.write_text(json.dumps(table, indent=1) + "\n")

@@ -65,7 +65,9 @@ def sources_of(path: Path) -> tuple[Path, ...]:
   """The files of ours that are compiled with `path`; none where it is not one of ours."""
   paths = [path]
   if path.parent.name == "Unity":
-    paths = [Path(name) for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)]
+    paths = [
+      Path(name) for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.M)
+    ]
   return tuple(p for p in paths if any(p.is_relative_to(ROOT / folder) for folder in OURS))
 
 

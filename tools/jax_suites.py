@@ -179,7 +179,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 def _read(path: Path) -> dict[str, str]:
   outcomes: dict[str, str] = {}
-  for line in path.read_text().splitlines():
+  for line in path.read_text(encoding="utf-8").splitlines():
     outcome, _, name = line.partition(" ")
     outcomes[name] = outcome
   return outcomes
@@ -260,7 +260,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def _write(outcome: str, nodeid: str) -> None:
-  with open(os.environ[OUTCOMES], "a") as file:
+  with open(os.environ[OUTCOMES], "a", encoding="utf-8") as file:
     file.write(f"{outcome} {nodeid.partition('::')[2]}\n")
 
 

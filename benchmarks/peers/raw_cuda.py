@@ -49,7 +49,9 @@ def described() -> dict[str, Any]:
   """The device, its driver and the versions of what is for it."""
   found = device()
   file = Path("/proc/driver/nvidia/version")
-  kernel = re.search(r"(\d+\.\d+(?:\.\d+)?)", file.read_text()) if file.exists() else None
+  kernel = (
+    re.search(r"(\d+\.\d+(?:\.\d+)?)", file.read_text(encoding="utf-8")) if file.exists() else None
+  )
   return {
     "name": found.device_kind,
     "compute_capability": getattr(found, "compute_capability", None),

@@ -9,7 +9,7 @@ from typing import Any
 from callgate import _attach, _names
 
 # Each name is imported on first use, from the module in `_names`; `__init__.pyi` has the types.
-__all__ = [*_names.MODULES, "executors", "sinks"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_names.MODULES, "executors", "sinks"]  # noqa: F822  # pyright: ignore[reportUnsupportedDunderAll]
 _attach.start()
 
 

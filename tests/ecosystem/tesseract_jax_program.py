@@ -41,7 +41,7 @@ API = """
 def run():
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "tesseract_api.py")
-    path.write_text(textwrap.dedent(API))
+    path.write_text(textwrap.dedent(API), encoding="utf-8")
     tesseract = Tesseract.from_tesseract_api(path)
     call = lambda x: apply_tesseract(tesseract, {"x": x})["y"]
     x = jnp.arange(4.0)

@@ -65,14 +65,16 @@ class Counts:
 
   def write(self, file: pathlib.Path) -> None:
     sets: Any = lambda value: sorted(value) if isinstance(value, set) else vars(value)
-    file.write_text(json.dumps(vars(self), indent=1, sort_keys=True, default=sets) + "\n")
+    file.write_text(
+      json.dumps(vars(self), indent=1, sort_keys=True, default=sets) + "\n", encoding="utf-8"
+    )
 
 
 def read(file: pathlib.Path) -> Counts:
   """The counts in a file; none where there is none."""
   if not file.exists():
     return Counts()
-  data = json.loads(file.read_text())
+  data = json.loads(file.read_text(encoding="utf-8"))
   refusals = {
     words: Refusal(known["programs"], set(known["have"]))
     for words, known in data["refusals"].items()

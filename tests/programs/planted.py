@@ -68,7 +68,7 @@ def faults() -> list[Fault]:
 
 
 def _read(path: pathlib.Path) -> Fault:
-  lines = path.read_text().splitlines()
+  lines = path.read_text(encoding="utf-8").splitlines()
   head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
   options = dict(line.split(": ", 1) for line in head[1:])
   parts = tuple(options.get("in", "").split(", ")) if "in" in options else ()
@@ -297,8 +297,8 @@ def main() -> int:
   text = table(known, outcomes)
   if options.table:
     page = pathlib.Path(options.table)
-    before = page.read_text().partition(BEGIN)[0] if page.is_file() else ""
-    page.write_text(before + BEGIN + text)
+    before = page.read_text(encoding="utf-8").partition(BEGIN)[0] if page.is_file() else ""
+    page.write_text(before + BEGIN + text, encoding="utf-8")
   print(text)
   unfound = [f.name for f in chosen if not outcomes[f.name].kind and not f.unfound]
   return 1 if unfound else 0

@@ -204,5 +204,6 @@ def _included(source: str, folders: Sequence[str]) -> list[str]:
       path = next(filter(os.path.isfile, (os.path.join(folder, name) for folder in near)), None)
       if path is not None and path not in found:
         found.append(path)
-        texts.append((Path(path).read_text(errors="replace"), [os.path.dirname(path), *folders]))
+        inner = Path(path).read_text(encoding="utf-8", errors="replace")
+        texts.append((inner, [os.path.dirname(path), *folders]))
   return found

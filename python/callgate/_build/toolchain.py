@@ -88,7 +88,8 @@ def cpu() -> str:
   """Returns the meaning of `-march=native` on this machine."""
   fields: list[tuple[str, str]] = []
   with contextlib.suppress(OSError):
-    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    first = text.partition("\n\n")[0]  # the first processor
     fields = re.findall(r"^(model name|flags|Features|CPU part)\s*: (.*\S)", first, re.MULTILINE)
   return f"{platform.machine()} {sorted(fields) or platform.processor()}"
 

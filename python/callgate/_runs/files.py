@@ -104,7 +104,7 @@ def _lives(process: Any) -> bool:
 
 def _boot() -> str | None:
   with contextlib.suppress(OSError):
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
   return None
 
 
@@ -114,6 +114,7 @@ def _began(number: int) -> int | None:
   A zombie has ended, so the result is None. See proc(5), /proc/PID/stat.
   """
   with contextlib.suppress(OSError, ValueError, IndexError):
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = text.rpartition(")")[2].split()  # after the name, which may be any bytes
     return None if fields[0] in "ZX" else int(fields[19])
   return None

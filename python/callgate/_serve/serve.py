@@ -84,7 +84,9 @@ class Server(Closing):
     self._page.close()
     if self._file is not None:
       with contextlib.suppress(OSError):
-        if self._file.read_text() == self._file_text():  # else another server has replaced it
+        if (
+          self._file.read_text(encoding="utf-8") == self._file_text()
+        ):  # else another server has replaced it
           self._file.unlink()
     _part.off("check failed", self._checks.note)
     _part.off("alert", self._note_alert)

@@ -36,7 +36,9 @@ def test_close_raises_what_could_not_be_written_after_the_block(
 ) -> None:
   with cg.Checkpoints(tmp_path, every=2) as saves:
     program = jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=2, save=saves)[0])
-  monkeypatch.setattr(files, "write", lambda *_: Path("/dev/full").write_text("more than fits"))
+  monkeypatch.setattr(
+    files, "write", lambda *_: Path("/dev/full").write_text("more than fits", encoding="utf-8")
+  )
   for wait in (saves.close, cg.barrier):
     program(0)
     with pytest.raises(OSError, match="No space left"):

@@ -28,7 +28,7 @@ def run(tests: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def write(path: Path, text: str) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(textwrap.dedent(text))
+  path.write_text(textwrap.dedent(text), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -289,7 +289,10 @@ def test_close_after_the_workers_have_been_closed() -> None:
 def gone(pid: int) -> bool:
   """True if a process has ended, and its parent may or may not know."""
   try:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return (
+      pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+      == "Z"
+    )
   except (FileNotFoundError, ProcessLookupError):
     return True
 

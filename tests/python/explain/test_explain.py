@@ -32,7 +32,7 @@ def test_a_gate_in_loops_and_lanes() -> None:
   assert (call.loops, call.lanes) == ((5,), 100)
   assert call.copies == 100 * 64 * 4
   assert (call.waits, call.gil, call.gathers) == (True, True, None)
-  line = Path(__file__).read_text().split("# explained here")[0].count("\n") + 1
+  line = Path(__file__).read_text(encoding="utf-8").split("# explained here")[0].count("\n") + 1
   assert f"test_explain.py:{line} (" in call.source
   assert any("vmap='whole'" in text for text in call.advice)
 

@@ -101,7 +101,7 @@ def test_waiting_for_the_gil_is_not_time_in_python() -> None:
 
 # -- traces ---
 def read(path: Path) -> list[dict[str, Any]]:
-  return json.loads(path.read_text())["traceEvents"]
+  return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def calls(path: Path) -> list[dict[str, Any]]:

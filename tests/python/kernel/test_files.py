@@ -376,7 +376,7 @@ def damage(path: Path, how: str) -> None:
   if how == "cut":
     path.write_bytes(content[: len(content) // 2])
   elif how == "text":
-    path.write_text("no archive")
+    path.write_text("no archive", encoding="utf-8")
   elif how == "a flipped byte":
     middle = content.index(b"bytes/") + 2000  # within a compressed library
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])

@@ -36,7 +36,7 @@ def error_of(program: Any, *args: Any) -> BaseException:
 def gone(pid: int) -> bool:
   """True if a process has ended, and its parent knows."""
   try:
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
       return file.read().rsplit(")", 1)[1].split()[0] == "Z"
   except FileNotFoundError:
     return True

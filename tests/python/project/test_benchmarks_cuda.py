@@ -31,7 +31,7 @@ def test_every_subject_for_gpus_imports_and_names_its_targets_rows(benchmarks):
   for subject in benchmarks.CUDA_SUBJECTS:
     module = importlib.import_module(f"benchmarks.bench_{subject}")
     assert module.TARGETS
-    text = pathlib.Path(module.__file__).read_text()
+    text = pathlib.Path(module.__file__).read_text(encoding="utf-8")
     for target in module.TARGETS:
       words = target.row.split(", ")[0]
       assert words in text, f"{subject}: {target.row}"

@@ -25,7 +25,7 @@ def tool(
 
 
 def rows(notes: pathlib.Path) -> list[dict[str, object]]:
-  return [json.loads(line) for line in notes.read_text().splitlines()]
+  return [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_command_keeps_its_outputs_and_status_and_leaves_its_times(
@@ -57,7 +57,7 @@ def report(path: pathlib.Path, seconds: dict[str, float]) -> None:
     '<property name="processor_seconds" value="{}"/></properties></testcase>'
   )
   cases = "".join(case.format(*name.rsplit(".", 1), value) for name, value in seconds.items())
-  path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+  path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>", encoding="utf-8")
 
 
 def test_a_table_adds_up_steps_and_folders_and_two_are_compared(tmp_path: pathlib.Path) -> None:

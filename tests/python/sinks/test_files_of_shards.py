@@ -26,7 +26,7 @@ Y = np.arange(8, dtype=np.int32)
 
 
 def of_json(path: Path) -> list[Any]:
-  return [json.loads(line) for line in path.read_text().splitlines()]
+  return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def of_parquet(path: Path) -> list[Any]:

@@ -63,7 +63,7 @@ def test_a_file_that_another_process_writes_to_is_an_error_that_names_it(name, t
     with make(path) as sink:
       sink.write(floats(0, 1))
     assert contents(path).startswith(before)
-    assert len(pathlib.Path(path).read_text().splitlines()) == 2
+    assert len(pathlib.Path(path).read_text(encoding="utf-8").splitlines()) == 2
     make = sinks.JSONL  # without `append` it is refused
     before = contents(path)
   with pytest.raises((sinks.SinkError, ValueError), match=f"process {other.pid} "):  # noqa: PT012
@@ -242,11 +242,14 @@ print(json.dumps({"lost": lost, "stats": stats, "said": said}))
 def values_of(name: str, path: str) -> list[int]:
   match name:
     case "JSONL" | "JSONL, append":
-      return [json.loads(line)["value"] for line in pathlib.Path(path).read_text().splitlines()]
+      return [
+        json.loads(line)["value"]
+        for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+      ]
     case "Npy":
       return np.load(path).tolist()
     case "CSV":
-      lines = pathlib.Path(path).read_text().splitlines()
+      lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
       assert lines[0] == "seq,time_ns,device,lane,t"
       return [int(line.rpartition(",")[2]) for line in lines[1:]]
     case _:
@@ -416,7 +419,7 @@ def test_lines_go_to_devices_and_pipes_as_well(kind, tmp_path):
   assert kind is sinks.JSONL or caught.value.lost == 2
   pipe = tmp_path / "pipe"
   os.mkfifo(pipe)
-  with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+  with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as reader:
     with kind(pipe) as sink:
       sink.write(floats(0, 2))
     assert len(reader.readlines()) == 2 + (kind is sinks.CSV)  # which has a header

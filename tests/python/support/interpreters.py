@@ -285,7 +285,10 @@ class _Template:
     self, request: dict[str, Any], stdout: IO[bytes] | int, stderr: IO[bytes] | int
   ) -> Interpreter:
     """A process that runs the request's program."""
-    with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    with (
+      contextlib.ExitStack() as stack,
+      tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file,
+    ):
       json.dump(request, file)
       file.flush()
       ends: list[IO[str] | None] = []
@@ -300,7 +303,7 @@ class _Template:
           ends.append(None)
           same = output == subprocess.STDOUT
           given.append(given[0] if same else output if isinstance(output, int) else output.fileno())
-      null = stack.enter_context(open(os.devnull))
+      null = stack.enter_context(open(os.devnull, encoding="utf-8"))
       with self._lock:
         socket.send_fds(self._socket, [file.name.encode()], [null.fileno(), *given])
         answer = self._socket.recv(64)

@@ -111,5 +111,5 @@ def _reports(folder: pathlib.Path, index: int) -> pathlib.Path:
 
 def report(**results: Any) -> None:
   """In a child: reports results by name."""
-  with open(os.environ[_REPORTS], "a") as file:
+  with open(os.environ[_REPORTS], "a", encoding="utf-8") as file:
     file.write(json.dumps(results) + "\n")

@@ -31,7 +31,7 @@ import warnings
 from typing import Any
 
 import jax
-import jax.numpy
+import jax.numpy  # noqa: F401
 import numpy as np  # noqa: F401  imported for the processes to come
 from jax._src.lib.mlir.dialects import builtin, mhlo  # noqa: F401  a first program imports them
 

@@ -35,7 +35,9 @@ class Glue(NamedTuple):
 
   def source(self, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
     """Returns the C++ of a kernel with these parameters, for arrays of these dtypes."""
-    helpers = (Path(__file__).parent / "glue.h").read_text().replace("#pragma once\n", "")
+    helpers = (
+      (Path(__file__).parent / "glue.h").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    )
     head, names = list[str](), ", ".join(["glue", *(p.name for p in parameters), "context"])
     for p in parameters:
       # Complex numbers are pairs, see glue.h.

@@ -148,7 +148,7 @@ def compile_for(label: str, kernel: Any, capabilities: tuple[int, ...]) -> list[
         own = kernel.get_mangled_name(kernel_hash=module.hashers[block].kernel_hashes[kernel])
         name = codegen.cuda_kernel_forward_name(kernel, name=own)
         meta = path.with_name(f"{path.name.rsplit('.', 2)[0]}.meta")  # next to "name.sm90.cubin"
-        code, about = path.read_bytes(), json.loads(meta.read_text())
+        code, about = path.read_bytes(), json.loads(meta.read_text(encoding="utf-8"))
     except Exception as error:  # Warp raises many kinds
       fault = f"Warp can't compile the kernel for sm_{target}: {error}"
       raise CompileError(f"{label}: {fault}", str(error)) from error
