@@ -59,7 +59,7 @@ Event = Literal[
   "effects barrier",  # (): in `jax.effects_barrier()`, once its programs have ended
   "object dropped",  # (number): in a worker, an object that its parent's programs no longer use
   "part loaded",  # (): by `load`
-  "channel named",  # (name): a tap is traced that sends to a named channel
+  "channel named",  # (name): a program has a tap to a named channel, traced here or elsewhere
   "program dispatched",  # (returning): True if JAX's C++ code is about to return its results
   "tap value",  # (name, value, lane): a tap's latest scalar, once a batch; the lane may be None
   "run ends",  # (): the open run ends; all its records and alerts are delivered

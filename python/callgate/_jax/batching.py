@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import jax
 from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import ad as _ad
 
 from callgate import _part
-from callgate._jax import tracing, walk
+from callgate._jax import contexts, tracing, walk
 
 
 def names_axis(jaxpr: Any) -> bool:
@@ -101,8 +100,6 @@ _mlir.register_lowering(lane_p, lambda context, x: [x])
 
 Mark = Callable[[Any, int], Any]
 _local = threading.local()
-# Part of the keys of JAX's caches, so that only marking uses traces with marks.
-_marked = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
@@ -115,7 +112,7 @@ def marking(mark: Mark) -> Generator[None]:
   _wrap_once()
   before, _local.mark = getattr(_local, "mark", None), mark
   try:
-    with _marked(True):
+    with contexts.marked(True):  # so that only marking uses traces with marks
       yield
   finally:
     _local.mark = before

@@ -364,11 +364,11 @@ class _Solver(TwoArguments):
     if self.parts.matvec is not None:
       return self.parts.matvec(a, x)
     leaves = jax.tree.leaves(a)
-    if len(leaves) != 1 or leaves[0].ndim != 2:
+    if len(leaves) != 1 or leaves[0].ndim != 2 or leaves[0].shape[0] != leaves[0].shape[1]:
       shown = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
       raise GateDefinitionError(
-        f"{self.label}: differentiated with respect to a, which is not a matrix: ({shown}). Pass "
-        "matvec=, a JAX function of a and x that returns A x, or differentiate only with "
+        f"{self.label}: differentiated with respect to a, which is not a square matrix: ({shown}). "
+        "Pass matvec=, a JAX function of a and x that returns A x, or differentiate only with "
         "respect to b"
       )
     return leaves[0] @ x

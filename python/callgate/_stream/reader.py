@@ -181,6 +181,11 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
       options.refuse("open_stream", "where", "paths or addresses", where)
     return [address for one in several for address in _addresses(one)]
   address = options.path("open_stream", "where", where)
+  if os.path.isdir(address):
+    raise IsADirectoryError(
+      f"callgate.open_stream: expected a file, got the folder {address!r}; pass its streams, as "
+      f"{os.path.join(address, '*.cgs')!r}, or watch it with `python -m callgate watch {address}`"
+    )
   if is_address(address) or os.path.exists(address):
     return [address]
   if PLACEHOLDER in address:
@@ -222,6 +227,7 @@ def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> 
 
   Raises:
     FileNotFoundError: no such file.
+    IsADirectoryError: a folder.
     ValueError: it isn't a stream; or, while reading, it is damaged (with the offset).
     ConnectionError: while reading: the connection ended before the stream did.
   """

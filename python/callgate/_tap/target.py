@@ -173,6 +173,7 @@ class Taps(Part):
     """Raises GateDefinitionError for a tap to a function, which this process doesn't have."""
     kind, _, rest = name.partition(":")
     if kind == "channel":
+      _part.tell("channel named", rest)
       return _found.setdefault(rest, of_channel(rest))
     if kind == "tap":
       raise errors.GateDefinitionError(

@@ -317,7 +317,6 @@ def test_parts_that_come_later_compile_no_program_again() -> None:
 
     seen = []
     program = jax.jit(lambda x: seen.append(x) or x + 1)
-    cg.gate  # the core
     program(1.0)
     for name in _names.MODULES:
       try:
@@ -331,3 +330,38 @@ def test_parts_that_come_later_compile_no_program_again() -> None:
     """
   )
   assert text == "1\n"
+
+
+@pytest.mark.parametrize(
+  "use",
+  [
+    "cg.tap(x, print)",
+    "cg.print('{}', x)",
+    "cg.check(x == 0, 'no')",
+    "cg.gate(lambda x: x, out=x)(x)",
+    "cg.scan(lambda c, _: (c, None), x, length=2, progress=True)",
+    "cg.scan(lambda c, _: (c, None), x, length=2, stoppable=True)",
+    "jax.vmap(lambda x: cg.alert(x > 0, 'no'))(x[None])",
+  ],
+)
+def test_a_program_whose_trace_is_the_first_use_is_traced_once(use: str) -> None:
+  text = output_of(
+    f"""
+    import jax, callgate as cg
+
+    traces = 0
+
+    @jax.jit
+    def program(x):
+      global traces
+      traces += 1
+      {use}
+      return x
+
+    for _ in range(3):
+      program(jax.numpy.float32(0)).block_until_ready()
+    cg.barrier()
+    print("traces", traces)
+    """
+  )
+  assert text.splitlines()[-1] == "traces 1"

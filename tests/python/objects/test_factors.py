@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.linalg import lu_factor, lu_solve
+from scipy.linalg import cho_solve_banded, cholesky_banded, lu_factor, lu_solve
 
 import callgate as cg
 
@@ -246,3 +246,12 @@ def test_anything_else_is_refused() -> None:
     Counted(vmap="grid")
   with pytest.raises(cg.GateDefinitionError, match="b: expected 3 rows"):
     solver(A, jnp.ones(4), factor=solver.factor(A))
+
+
+def test_derivatives_of_a_matrix_in_bands_need_matvec() -> None:
+  solve = cg.linear_solver(
+    factor=cholesky_banded, solve=lambda c, b: cho_solve_banded((c, False), b), symmetric=True
+  )
+  bands = jnp.stack([-jnp.ones(20), 4 * jnp.ones(20)])
+  with pytest.raises(cg.GateDefinitionError, match=r"not a square matrix.*\[2, 20\].*matvec="):
+    jax.grad(lambda a: solve(a, jnp.ones(20)).sum())(bands)

@@ -593,3 +593,29 @@ def test_processes_share_a_folder(tmp_path):
   ]
   assert files.read(Path(folder))["processes"] == 2
   assert values(Path(folder) / "stream.own.p1.cgs", "own") == [1]
+
+
+SAVES = """
+import callgate as cg, jax, sys
+from jax import export
+tapped = jax.jit(lambda x: cg.tap(2 * x, "loss"))
+program = export.export(tapped, disabled_checks=cg.export_checks())
+open(sys.argv[1], "wb").write(program(1.0).serialize())
+"""
+LOADS = """
+import callgate as cg, sys
+from jax import export
+program = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+for value in (3.0, 4.0):
+  with cg.run("r", folder=sys.argv[2]) as run:
+    program.call(value)
+  with cg.open_stream(run.folder / "stream.loss.cgs") as stream:
+    print([float(record.leaves[""]) for record in stream])
+"""
+
+
+def test_taps_of_an_exported_program_have_a_stream_in_a_run(tmp_path):
+  path = tmp_path / "program"
+  interpreters.succeed(SAVES, path, environment={"JAX_PLATFORMS": "cpu"})
+  shown = interpreters.succeed(LOADS, path, tmp_path, environment={"JAX_PLATFORMS": "cpu"})
+  assert shown == "[6.0]\n[8.0]\n"

@@ -378,3 +378,8 @@ def test_a_description_that_no_tap_makes_is_a_clear_error(tmp_path, shards):
   )
   with pytest.raises(ValueError, match="tap 't': expected its shards"):
     list(cg.open_stream(path))
+
+
+def test_a_folder_is_refused_with_the_pattern_of_its_streams(tmp_path):
+  with pytest.raises(IsADirectoryError, match=r"got the folder.*\*\.cgs"):
+    cg.open_stream(tmp_path)
