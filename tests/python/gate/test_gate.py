@@ -287,7 +287,7 @@ def test_wrong_options_are_refused_by_name(options: Any, words: list[str]) -> No
 
 
 def test_arguments_that_are_no_arrays_are_refused_with_advice() -> None:
-  with pytest.raises(cg.GateDefinitionError, match=r"argument .*str.*keyword argument"):
+  with pytest.raises(cg.GateDefinitionError, match=r"argument .*str.*by keyword"):
     cg.gate(np.sort, out=same)("text")
 
 

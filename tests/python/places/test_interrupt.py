@@ -97,7 +97,7 @@ def test_ctrl_c_is_the_callers_keyboard_interrupt_and_objects_stay() -> None:
       with cg.errors():
         value(box).block_until_ready()
     except cg.WorkerError as error:
-      print("is gone with worker" in str(error), value(make(4.0)), flush=True)
+      print("was lost with worker" in str(error), value(make(4.0)), flush=True)
   """
   printed = output_of(PROGRAM + textwrap.dedent(code), **same_path())
   *waits, last = printed.splitlines()

@@ -220,9 +220,9 @@ def test_dropout_in_training_takes_a_key() -> None:
 def test_parameters_of_another_module_are_errors_that_name_them() -> None:
   model = cg.torch(network(), name="torch.model")
   params = model.params
-  with pytest.raises(cg.GateDefinitionError, match=r"'torch.model': .*there is no '0.bias'"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'torch.model': .*got no '0.bias'"):
     model({k: v for k, v in params.items() if k != "0.bias"}, X)
-  with pytest.raises(cg.GateDefinitionError, match=r"there is a 'extra'; expected the names"):
+  with pytest.raises(cg.GateDefinitionError, match=r"got a 'extra'; expected the names"):
     model.load({**params, "extra": X})
   with pytest.raises(cg.GateDefinitionError, match=r"'0.bias': expected shape \[5\], got \[4\]"):
     model({**params, "0.bias": jnp.ones(4)}, X)
