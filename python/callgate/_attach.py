@@ -22,7 +22,7 @@ import jax
 
 from callgate import _callgate, _part
 from callgate._core import dtypes, effects
-from callgate._jax import contexts as _contexts  # noqa: F401 - defines them
+from callgate._jax import contexts as _contexts  # noqa: F401 # pyright: ignore[reportUnusedImport]
 from callgate._jax import cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
 

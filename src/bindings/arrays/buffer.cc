@@ -351,7 +351,7 @@ void bind_buffer(nb::module_& module) {
           "nbytes", [](const Buffer& b) { return b.view.nbytes(); },
           "The size in XLA's memory in bytes; packed sub-byte types round up to a whole byte.")
       .def_prop_ro("device", &device_text,
-                   "\"cpu:\" and the device's global id, or \"cuda:\" and the GPU's number.")
+                   R"("cpu:" and the device's global id, or "cuda:" and the GPU's number.)")
       .def_prop_ro(
           "stream", [](const Buffer& b) { return b.gpu ? b.gpu->number() : 0; },
           "XLA's CUDA stream as an integer, numbered as in `__cuda_array_interface__`; 0 on the "
