@@ -17,7 +17,7 @@ from interpreters import output_of
 from jax.interpreters import batching as jax_batching
 
 import callgate
-from callgate._jax import batching, loops, refs, remat, tracing
+from callgate._jax import batching, contexts, loops, refs, remat, tracing
 
 P = jax.P
 X = np.arange(4, dtype=np.float32)
@@ -363,6 +363,15 @@ def entries(path: pathlib.Path) -> set[str]:
       targets = node.targets if isinstance(node, ast.Assign) else [node.target]
       found |= {target.id for target in targets if isinstance(target, ast.Name)}
   return {f"{path.stem}.{name}" for name in found if not name.startswith("_")}
+
+
+def test_a_block_with_marks_has_traces_of_its_own() -> None:
+  traced = list[bool]()
+  program = jax.jit(lambda x: traced.append(contexts.marked.value) or x)
+  for marked in (False, True, True, False):
+    with contexts.marked(marked):
+      program(1.0)
+  assert traced == [False, True]
 
 
 def test_each_entry_has_a_test() -> None:
