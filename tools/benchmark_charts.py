@@ -45,14 +45,35 @@ STYLE = (
 )
 
 
-def opened(title: str, scale: str, height: int) -> list[str]:
-  """A chart's first lines: its frame and, in two or three lines, its title and scale."""
-  lines = [
+def frame(title: str, height: int) -> list[str]:
+  """A chart's first lines, with the title that screen readers read."""
+  return [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
     f' height="{height}" role="img">',
     f"<title>{html.escape(title)}</title><style>{STYLE}</style>",
     f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>',
   ]
+
+
+def level(left: float, right: float, y: float, value: str) -> str:
+  """A horizontal line, with the value of the vertical axis at its left."""
+  return (
+    f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    f'<text x="{left - 8}" y="{y + 5:.1f}" text-anchor="end">{value}</text>'
+  )
+
+
+def line(kind: str, places: list[tuple[float, float]], radius: float) -> str:
+  """A line of a kind (`SHADES`), with dots at its places."""
+  path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+  dot = f'<circle class="{kind}" cx="{{:.1f}}" cy="{{:.1f}}" r="{radius:g}"/>'
+  dots = "".join(dot.format(x, y) for x, y in places)
+  return f'<polyline class="{kind}-line" points="{path}"/>{dots}'
+
+
+def opened(title: str, scale: str, height: int) -> list[str]:
+  """A chart's first lines: its frame and, in two or three lines, its title and scale."""
+  lines = frame(title, height)
   rows = textwrap.wrap(title, TITLE)
   for k, row in enumerate(rows):
     lines.append(f'<text class="title" x="{EDGE}" y="{24 + 20 * k}">{html.escape(row)}</text>')
@@ -223,10 +244,7 @@ def grown(chart: Growth) -> str:
   every = 1 if y_high - y_low <= 5 else 2
   for power in range(int(y_low), int(y_high) + 1, every):
     _, y = place(10**x_low, 10.0**power)
-    out.append(
-      f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-      f'<text x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{_short(10.0**power)}</text>'
-    )
+    out.append(level(LEFT, right, y, _short(10.0**power)))
   for size in sorted({size for size, _ in both}):
     x, _ = place(size, 10.0**y_low)
     out.append(f'<text x="{x:.1f}" y="{top + PLOT + 20}" text-anchor="middle">{_of(size)}</text>')
@@ -235,11 +253,7 @@ def grown(chart: Growth) -> str:
     f'<text x="{middle:.1f}" y="{height - 8}" text-anchor="middle">{html.escape(chart.axis)}</text>'
   )
   for who, points in lines.items():
-    kind = kinds[who]
-    places = [place(*point) for point in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places)
-    out.append(f'<polyline class="{kind}-line" points="{path}"/>{dots}')
+    out.append(line(kinds[who], [place(*point) for point in points], 4))
   return "\n".join([*out, "</svg>"]) + "\n"
 
 

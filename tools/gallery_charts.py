@@ -12,7 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
-from benchmark_charts import PLOT, STYLE, WIDTH
+from benchmark_charts import PLOT, WIDTH, frame, level, line
 
 LEFT, RIGHT, TOP, BOTTOM = 60, 24, 44, 48
 
@@ -78,20 +78,14 @@ def drawn(name: str, output: str) -> str:
 
   title = curve.title + (", logarithmic" if curve.logarithmic else "")
   out = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
-    f' height="{height}" role="img">',
-    f"<title>{html.escape(curve.title)}, by {curve.axis}</title><style>{STYLE}</style>",
-    f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>',
+    *frame(f"{curve.title}, by {curve.axis}", height),
     f'<text class="title" x="14" y="24">{html.escape(title)}</text>',
     f'<text x="{(LEFT + right) / 2:.1f}" y="{height - 8}" text-anchor="middle">{curve.axis}</text>',
   ]
   for value in y_ticks:
     _, y = place(x_low, value)
     said = f"1e{value:g}" if curve.logarithmic else f"{value:g}"
-    out.append(
-      f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-      f'<text x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{said}</text>'
-    )
+    out.append(level(LEFT, right, y, said))
   for value in x_ticks:
     if x_low <= value <= x_high:
       x, _ = place(value, y_low)
@@ -99,9 +93,7 @@ def drawn(name: str, output: str) -> str:
       out.append(f'<text {at} text-anchor="middle">{value:g}</text>')
   for series in zip(*(values for _, values in rows), strict=True):
     places = [place(x, y) for x, y in zip(xs, series, strict=True)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(f'<circle class="ours" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places)
-    out.append(f'<polyline class="ours-line" points="{path}"/>{dots}')
+    out.append(line("ours", places, 3.5))
   return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -22,7 +22,6 @@ import jax
 
 from callgate import _callgate, _part
 from callgate._core import dtypes, effects
-from callgate._jax import contexts as _contexts  # noqa: F401 # pyright: ignore[reportUnusedImport]
 from callgate._jax import cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
 
@@ -85,9 +84,8 @@ def start() -> None:
 
 
 _started = False  # set once: by the import of the package
-_loading = (
-  threading.RLock()
-)  # a second thread would mistake the paused collector for the user's setting
+# Held by the first `load`: another thread would take the paused collector for the user's setting.
+_loading = threading.RLock()
 _rest: ModuleType | None = None  # `_start.py`. Guarded by _loading
 
 

@@ -24,7 +24,7 @@ PAGE = "callgate: causes and remedies: https://callgate.github.io/callgate/messa
 
 
 class GateError(Exception):
-  """The base class of callgate's exceptions; a note links to the page of messages."""
+  """The base class of callgate's exceptions; a failing definition, call or consumer adds `PAGE`."""
 
   def __reduce__(self) -> tuple[Any, ...]:
     return reduced(self)

@@ -14,7 +14,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import ad as _ad
 
 from callgate import _part
-from callgate._jax import contexts, tracing, walk
+from callgate._jax import tracing, walk
 
 
 def names_axis(jaxpr: Any) -> bool:
@@ -112,7 +112,7 @@ def marking(mark: Mark) -> Generator[None]:
   _wrap_once()
   before, _local.mark = getattr(_local, "mark", None), mark
   try:
-    with contexts.marked(True):  # so that only marking uses traces with marks
+    with tracing.marked(True):  # so that only marking uses traces with marks
       yield
   finally:
     _local.mark = before

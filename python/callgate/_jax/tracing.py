@@ -61,12 +61,12 @@ ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPri
 ordered_debug_effect: Any = _debugging.ordered_debug_effect
 
 # -- configuration that is part of jit's cache key -------------------------------------------------
-# `jax.config` has no public way to add an option (0.10 to 0.12). These are process-wide and
-# thread-local ones; jit retraces when they change.
+# JAX has no public way to add an option (0.10 to 0.12). A new one makes it trace programs again.
 _in_key = {"include_in_jit_key": True, "include_in_trace_context": True}
 define_enum: Callable[..., Any] = functools.partial(_config.enum_state, **_in_key)
 define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_key)
 define_int: Callable[..., Any] = functools.partial(_config.int_state, **_in_key)
+marked: Any = jax.make_user_context(default_value=False)  # True while vmap marks its results
 update_option: Callable[[str, object], None] = _config.config.update
 # JAX's own caches of traces depend on this besides the arguments.
 trace_key: Callable[[], Any] = _config.trace_context

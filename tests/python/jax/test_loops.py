@@ -17,7 +17,7 @@ from interpreters import output_of
 from jax.interpreters import batching as jax_batching
 
 import callgate
-from callgate._jax import batching, contexts, loops, refs, remat, tracing
+from callgate._jax import batching, loops, refs, remat, tracing
 
 P = jax.P
 X = np.arange(4, dtype=np.float32)
@@ -367,9 +367,9 @@ def entries(path: pathlib.Path) -> set[str]:
 
 def test_a_block_with_marks_has_traces_of_its_own() -> None:
   traced = list[bool]()
-  program = jax.jit(lambda x: traced.append(contexts.marked.value) or x)
+  program = jax.jit(lambda x: traced.append(tracing.marked.value) or x)
   for marked in (False, True, True, False):
-    with contexts.marked(marked):
+    with tracing.marked(marked):
       program(1.0)
   assert traced == [False, True]
 
