@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 
 def reduced(error: BaseException) -> tuple[Any, ...]:
@@ -24,18 +24,22 @@ PAGE = "callgate: causes and remedies: https://callgate.github.io/callgate/messa
 
 
 class GateError(Exception):
-  """The base class of callgate's exceptions; a failing definition, call or consumer adds `PAGE`."""
+  """The base class of callgate's exceptions; `PAGE` is their last note.
+
+  A class whose text the user wrote sets `_links` to False.
+  """
+
+  _links: ClassVar[bool] = True
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    made = super().__new__(cls, *args, **kwargs)
+    if cls._links:
+      # A subclass may refuse attributes. A pickle or a copy replaces the list by its own.
+      made.__dict__["__notes__"] = [PAGE]
+    return made
 
   def __reduce__(self) -> tuple[Any, ...]:
     return reduced(self)
-
-
-class _DefinitionError(GateError):
-  """The base of errors that are raised before the program runs."""
-
-  def __init__(self, *args: Any) -> None:
-    super().__init__(*args)
-    self.__notes__ = [PAGE]
 
 
 class ResultError(GateError, TypeError):
@@ -74,8 +78,10 @@ class HandleError(GateError, ValueError):
 class EndOfFeed(GateError):
   """A program read a feed after its last item; see `callgate.feed`."""
 
+  _links = False
 
-class GateDefinitionError(_DefinitionError, TypeError):
+
+class GateDefinitionError(GateError, TypeError):
   """A gate, an option or a call is wrong; raised before the program runs."""
 
 
@@ -91,6 +97,8 @@ class RecordedError(GateError):
     message: the exception's text.
   """
 
+  _links = False
+
   def __init__(self, kind: str, message: str) -> None:
     super().__init__(f"{kind}: {message}" if message else kind)
     self.kind = kind
@@ -105,6 +113,8 @@ class CheckError(GateError, AssertionError):
     values: the check's values by name, as NumPy arrays.
     site: the place where the check was traced.
   """
+
+  _links = False
 
   def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
     self.message = message
@@ -129,6 +139,8 @@ class VerifyError(GateError, AssertionError):
   Attributes:
     failed: the names of the failed questions.
   """
+
+  _links = False
 
   def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:
     super().__init__(message)
@@ -216,7 +228,7 @@ class WorkerError(GateError, RuntimeError):
     self.exit_code, self.signal, self.stderr = exit_code, signal, stderr
 
 
-class CompileError(_DefinitionError, ValueError):
+class CompileError(GateError, ValueError):
   """The compiler rejected a kernel's source, or there is no compiler.
 
   Attributes:
@@ -228,7 +240,7 @@ class CompileError(_DefinitionError, ValueError):
     self.output = output
 
 
-class KernelFileError(_DefinitionError, ValueError):
+class KernelFileError(GateError, ValueError):
   """A file of kernels is damaged, of another version, or not a file of kernels."""
 
 
@@ -237,7 +249,3 @@ class ResultShapeError(ResultError):
 
   def __init__(self, index: int, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
     super().__init__(f"result {index}: expected the shape {expected}, got {got}")
-
-
-# Their messages are the user's own: no page explains them.
-OWN_WORDS = (CheckError, EndOfFeed, RecordedError, VerifyError)

@@ -14,15 +14,7 @@ from collections.abc import Sequence
 
 from callgate._core import foreign, handlers, registry
 from callgate._core import kept as _kept
-from callgate._core.errors import (
-  OWN_WORDS,
-  PAGE,
-  CheckError,
-  ConsumerError,
-  GateError,
-  KernelError,
-  LossError,
-)
+from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
 
 # The prefix of callees of JAX's own callbacks (callgate.install).
 JAX_CALLBACK = "jax:"
@@ -64,14 +56,8 @@ def _describe(
   where = raised + (f", called at {site}" if site else "")
   number = _kept.keep(exception, *origin)
   if not (once and any(note.startswith(raised) for note in foreign.notes_of(exception))):
-    _note(exception, where)
+    foreign.add_note(exception, where)
   return f"[callgate error #{number}] {where}\n{foreign.traceback_of(exception)}"
-
-
-def _note(error: BaseException, where: str) -> None:
-  foreign.add_note(error, where)
-  if foreign.is_a(error, GateError) and not foreign.is_a(error, OWN_WORDS):
-    foreign.add_note(error, PAGE)
 
 
 def describe_handled(exception: BaseException) -> str:
@@ -205,7 +191,7 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
     return kept is not error and foreign.is_a(kept, LossError) and kept.takes(error)
 
   if _kept.find_consumers(takes) is None and _kept.keep_consumers(error, where):
-    _note(error, where)  # without a lock: the class may run any code
+    foreign.add_note(error, where)  # without a lock: the class may run any code
 
 
 def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:

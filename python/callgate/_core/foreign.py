@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeGuard, TypeVar, cast
 
 from callgate._core import handlers
+from callgate._core.errors import PAGE
 
 _T = TypeVar("_T")
 # The attributes of BaseException itself, in case a subclass redefines them.
@@ -117,8 +118,11 @@ def notes_of(error: BaseException) -> Sequence[str]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-  """Adds the note, once; does nothing if the exception's `__notes__` is no list."""
-  if note in notes_of(error):
+  """Adds the note, once, before `PAGE`; does nothing if the exception's `__notes__` is no list."""
+  if note in (notes := notes_of(error)):
+    return
+  if PAGE in notes:
+    attach(error, "__notes__", [*(one for one in notes if one != PAGE), note, PAGE])
     return
   try:
     BaseException.add_note(error, note)

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from callgate import _part
 from callgate._core import failures, foreign, opened, options
-from callgate._core.errors import GateError
+from callgate._core.errors import PAGE, GateError
 from callgate._core.pickling import Stays
 from callgate._part import Part, Phase, Wait
 from callgate._process import group
@@ -389,7 +389,8 @@ class Runs(Part):
         error = GateError("the process ended within the block")
         one._leave(error)  # pyright: ignore[reportPrivateUsage]
         for note in foreign.notes_of(error):
-          print(note, file=sys.stderr)
+          if note != PAGE:
+            print(note, file=sys.stderr)
 
   def forked(self) -> None:
     """Forgets the run in a fork's child, since it belongs to the parent."""

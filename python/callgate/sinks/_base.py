@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from callgate._core import extras, foreign, options, signatures, spellings
-from callgate._core.errors import LossError
+from callgate._core.errors import GateError, LossError
 from callgate._core.opened import resolved
 from callgate._process import group
 from callgate._tap.consumers import Choice
@@ -30,7 +30,7 @@ class ChoiceOptions(TypedDict, total=False):
   where: Callable[[Record], Any] | None
 
 
-class SinkError(LossError, RuntimeError):
+class SinkError(LossError, GateError, RuntimeError):
   """A sink can't write a record; the message names the sink, the tap and the expected value.
 
   Attributes:

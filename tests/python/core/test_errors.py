@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
-from callgate._core import errors
+from callgate._core import errors, foreign
 from callgate.compat._host_callback import TapFunctionException
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -101,22 +102,112 @@ def test_a_failure_elsewhere_names_the_lane(place: str, tmp_path: Path) -> None:
 
 
 ADDRESS = "https://callgate.github.io/callgate/messages/"
+# The user wrote the text of these exceptions.
+_OWN_TEXT = {"CheckError", "EndOfFeed", "RecordedError", "VerifyError"}
+_PUBLIC = {
+  kind
+  for module in (cg, cg.sinks)
+  for name in module.__all__
+  if isinstance(kind := getattr(module, name), type) and issubclass(kind, Exception)
+}
 
 
-def test_the_notes_of_an_error_lead_to_the_page_of_messages() -> None:
-  with pytest.raises(cg.GateDefinitionError) as caught:
-    cg.gate(np.sort)(1.0)
-  assert ADDRESS in caught.value.__notes__[0]
-  gate = cg.gate(lambda x: x[:1], out=lambda x: x)
+def pages(error: BaseException) -> int:
+  return sum(ADDRESS in note for note in getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize("kind", sorted(_PUBLIC, key=repr), ids=lambda kind: kind.__name__)
+def test_the_last_note_of_each_exception_leads_to_the_page_of_messages(kind: Any) -> None:
+  error = kind(*_ARGUMENTS.get(kind.__name__, ("what happened",)))
+  expected = kind.__name__ not in _OWN_TEXT
+  assert issubclass(kind, cg.GateError)
+  for note in ("called here", "then there", "called here"):
+    foreign.add_note(error, note)
+  for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+    assert one.__notes__[:2] == ["called here", "then there"]
+    assert pages(one) == len(one.__notes__) - 2 == expected
+
+
+def test_all_public_exceptions_are_known() -> None:
+  assert {cg.GateError, cg.HandleError, cg.ReplayError, cg.sinks.SinkError} <= _PUBLIC
+  assert {kind.__name__ for kind in _PUBLIC} >= _OWN_TEXT
+  assert len(_PUBLIC) >= 20
+
+
+_COUNT = jax.ShapeDtypeStruct((), np.int32)
+
+
+def raised_at_a_definition() -> None:
+  cg.gate(np.sort)(1.0)
+
+
+def raised_by_a_replay() -> None:
+  with cg.replay(__file__):
+    pass
+
+
+def raised_by_a_closed_thread() -> None:
+  with cg.thread("errors") as thread:
+    pass
+  thread.start()
+
+
+def raised_by_a_feed() -> None:
+  feed = cg.feed(np.arange(3))
+  feed.close()
+  next(feed)
+
+
+def raised_by_a_handle() -> None:
+  with cg.errors():
+    jax.jit(lambda words: cg.use(len, cg.Handle(words), out=_COUNT))(np.zeros(2, np.uint32))
+
+
+def raised_in_a_program() -> None:
+  with cg.errors():
+    jax.jit(cg.gate(lambda x: x[:1], out=lambda x: x))(np.ones(2, np.float32))
+
+
+def raised_in_a_worker(x: Any) -> Any:
+  raise cg.HandleError("of a worker")
+
+
+def raised_by_a_worker() -> None:
+  with cg.workers(1) as pool, cg.errors():
+    jax.jit(cg.gate(raised_in_a_worker, out=lambda x: x, run_on=pool))(1.0)
+
+
+@pytest.mark.parametrize(
+  "raised",
+  [
+    raised_at_a_definition, raised_by_a_replay, raised_by_a_closed_thread, raised_by_a_feed,
+    raised_by_a_handle, raised_in_a_program, raised_by_a_worker,
+  ],
+)  # fmt: skip
+def test_an_error_leads_to_the_page_once_wherever_it_is_raised(raised: Any) -> None:
+  with pytest.raises(cg.GateError) as caught:
+    raised()
+  assert pages(caught.value) == 1
+
+
+def test_the_page_follows_the_place_of_the_call() -> None:
   for _ in range(2):
-    with pytest.raises(cg.ResultError) as caught_later, cg.errors():
-      jax.jit(gate)(np.ones(2, np.float32)).block_until_ready()
-    called, page = caught_later.value.__notes__
+    with pytest.raises(cg.ResultError) as caught:
+      raised_in_a_program()
+    called, page = caught.value.__notes__
     assert ", called at " in called
     assert ADDRESS in page
 
 
-def test_the_user_s_own_words_need_no_page() -> None:
+def test_a_frozen_subclass_has_the_note() -> None:
+  @dataclasses.dataclass(frozen=True)
+  class Frozen(cg.GateError):
+    value: int
+
+  assert pages(Frozen(3)) == 1
+
+
+def test_a_text_of_the_user_needs_no_page() -> None:
   with pytest.raises(cg.CheckError) as caught, cg.errors():
     jax.jit(lambda x: cg.check(x < 0, "no"))(1.0)
-  assert ADDRESS not in "".join(caught.value.__notes__)
+  assert pages(caught.value) == 0
