@@ -116,7 +116,7 @@ int one_more_within(const Callee& callee) {
   if (t_within < kMostWithin) return t_within + 1;
   throw Error(ErrorCode::kInternal, "gate '" + callee.name() + "'",
               "at most " + std::to_string(kMostWithin) +
-                  " nested calls with thread='own', by programs that they run",
+                  " nested calls, each in a program that the previous one runs",
               "one more; does it call itself without end?");
 }
 

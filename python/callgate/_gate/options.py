@@ -41,7 +41,7 @@ class GateOptions(CallOptions):
       each CPU. A `callgate.workers`: in that pool. A `concurrent.futures.Executor`: in its threads
       or processes. With vmap="each" the lanes run in parallel on the workers. See the guide
       "Workers".
-    thread: "own" is the same as run_on="own".
+    thread: another spelling: thread="own" is run_on="own", and "xla" is the default of both.
     timeout: seconds after which a call fails its program with a report. The callable keeps running,
       and its result is ignored. Implies run_on="own" and private copies of the arrays. A worker
       process that takes too long is killed and replaced.

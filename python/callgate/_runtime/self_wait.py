@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects gates with `thread="own"` that wait for themselves.
+"""Detects gates with `run_on="own"` that wait for themselves.
 
 During the first call of a jitted function, JAX makes other threads that call it wait for the end of
-that call. A gate with `thread="own"` in this function that calls the function would wait forever.
+that call. A gate with `run_on="own"` in this function that calls the function would wait forever.
 It gets JAX's RecursionError: the runtime calls `report` every second of a program's first run
 (xla/call_site.h).
 """
@@ -64,7 +64,7 @@ def report(gate: str, thread: int) -> str:
     _seen.pop(thread, None)
   name = getattr(function, "__qualname__", repr(function))
   error = RecursionError(
-    f"gate '{gate}', which has thread='own', calls the jitted function '{name}' that it is in, "
+    f"gate '{gate}', which has run_on='own', calls the jitted function '{name}' that it is in, "
     f'at File "{frame.f_code.co_filename}", line {frame.f_lineno}. JAX lets nobody else call a '
     "jitted function until its first call has ended, and that waits for the gate"
   )

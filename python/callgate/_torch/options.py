@@ -30,7 +30,7 @@ class TorchOptions(CallOptions):
     vmap: "auto" ("whole" if torch can batch the function, which callgate tries during tracing;
       otherwise "each"), "whole" (one call for all lanes, through `torch.func.vmap`), "each" (one
       call for each lane) or a rule as for `callgate.gate`.
-    thread: "xla" or "own", as for `callgate.gate`.
+    thread: "xla" or "own": the thread of the function, as `run_on=` of `callgate.gate`.
     timeout: seconds, as for `callgate.gate`.
     cast: True allows casts of results within a kind, as for `callgate.gate`, such as float64 to
       float32 without `jax_enable_x64`. Integers whose values fit are always cast.

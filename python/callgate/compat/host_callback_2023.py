@@ -259,7 +259,7 @@ def _gate(
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    thread="own", vmap=functools.partial(_refuse, "batching rules", outside),
+    run_on="own", vmap=functools.partial(_refuse, "batching rules", outside),
   )  # fmt: skip
   gate = GateCallee(run, options)
   gate.set_jvp(functools.partial(_refuse, "derivatives", inside))

@@ -42,6 +42,12 @@ def test_no_folder_gains_sentences_whose_subject_is_no_noun() -> None:
   assert dict(found) == {name: MOST.get(name, 0) for name in found}, "mend them, or lower MOST"
 
 
+def test_the_pages_use_one_spelling_of_the_place_of_a_call() -> None:
+  """`thread="own"` is another spelling of `run_on="own"`; `cg.torch` has no other."""
+  pages = {path.name for path in files(".md") if 'thread="own"' in path.read_text("utf-8")}
+  assert pages <= {"gates_threads.md", "kernels_torch.md"}
+
+
 def test_no_two_classes_of_the_package_have_one_name() -> None:
   found: collections.Counter[str] = collections.Counter()
   for path in files(".py"):
