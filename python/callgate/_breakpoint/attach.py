@@ -108,7 +108,7 @@ def _first(listening: socket.socket, stdin: int | None) -> socket.socket | None:
       if count[0]:
         return None
       sources.remove(stdin)  # its other end is closed
-  raise kept.told(KeyboardInterrupt())
+  raise kept.mark_raised(KeyboardInterrupt())
 
 
 def _interrupts() -> Callable[[], bool]:

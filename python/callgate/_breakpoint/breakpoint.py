@@ -41,7 +41,7 @@ class _Breakpoint(Guarded):
   """
 
   # A replay stops for the same reasons as the recorded run.
-  traits = Guarded.traits.but(located=True, told_shard=True, taped=False)
+  traits = Guarded.traits.but(located=True, gets_shard=True, taped=False)
 
   def __init__(self) -> None:
     gate_options = GateOptions(out=_first, name=f"{_NAME}!hit", effect="io")

@@ -78,23 +78,23 @@ def refuse_forward_mode(name: str) -> None:
   )
 
 
-# The calls of each thread whose rule only has to give the derivative; see `apply`.
-_asked = threading.local()
+# The call of each thread whose rule only has to give the derivative; see `apply`.
+_rule = threading.local()
 
 
 @contextlib.contextmanager
 def _asking(gate: Callee, args: Any, results: Any) -> Generator[None]:
-  outer = getattr(_asked, "call", None)
-  _asked.call = gate, jax.tree.leaves(args), results
+  outer = getattr(_rule, "call", None)
+  _rule.call = gate, jax.tree.leaves(args), results
   try:
     yield
   finally:
-    _asked.call = outer
+    _rule.call = outer
 
 
-def asked() -> bool:
-  """Returns True in a rule that only has to give the derivative; a call may be the known one."""
-  return getattr(_asked, "call", None) is not None
+def may_reuse_call() -> bool:
+  """Returns True in a rule that only has to give the derivative, of known results."""
+  return getattr(_rule, "call", None) is not None
 
 
 def _known(gate: Callee, args: Any = None) -> Any:
@@ -102,7 +102,7 @@ def _known(gate: Callee, args: Any = None) -> Any:
 
   Without `args` the call counts as the known one; else its arguments must be these.
   """
-  of, leaves, results = getattr(_asked, "call", None) or (None, [], None)
+  of, leaves, results = getattr(_rule, "call", None) or (None, [], None)
   if of is not gate:
     return None
   own = leaves if args is None else jax.tree.leaves(args)
@@ -153,10 +153,10 @@ def with_rules(gate: Callee, static: Static, tree: Any) -> Callable[..., Any]:
 
   def lying(primals: Any, *found: Any) -> Any:
     """Gives a rule's results the explicit shardings of the call's results."""
-    if not _lies_explicitly(primals):
+    if not _are_explicit(primals):
       return found
     types = tracing.types_of_results(call, primals)
-    return tuple(_lie_as(types, values) for values in found)
+    return tuple(_reshard_as(types, values) for values in found)
 
   def ruled(
     function: Callable[..., Any], lead: int, checked: Callable[[Any], Any] = lambda found: found
@@ -247,16 +247,16 @@ def _vary_as(args: Any, found: Any) -> Any:
   return jax.tree.map(lambda x: tracing.vary_over(axes, x) if _is_number(x) else x, found)
 
 
-def _lies_explicitly(args: Any) -> bool:
-  return tracing.lies_explicitly([x for x in jax.tree.leaves(args) if _is_number(x)])
+def _are_explicit(args: Any) -> bool:
+  return tracing.are_explicit([x for x in jax.tree.leaves(args) if _is_number(x)])
 
 
-def _lie_as(types: Sequence[Any], values: Any) -> Any:
+def _reshard_as(types: Sequence[Any], values: Any) -> Any:
   leaves, tree = jax.tree.flatten(values)
   if len(leaves) != len(types):  # JAX reports this
     return values
   pairs = zip(types, leaves, strict=True)
-  return tree.unflatten([tracing.lie_as(t, x) if _is_number(x) else x for t, x in pairs])
+  return tree.unflatten([tracing.reshard_as(t, x) if _is_number(x) else x for t, x in pairs])
 
 
 def _is_number(leaf: Any) -> bool:
@@ -290,11 +290,11 @@ def _jvp_by_differences(
   results, out_tree = jax.tree.flatten(out)
   leaves, tree = jax.tree.flatten(primals)
   directions = jax.tree.leaves(tangents)
-  explicit = _lies_explicitly(leaves)
+  explicit = _are_explicit(leaves)
   if explicit:  # elements of a split array can't be moved
-    leaves = tracing.lie_whole(leaves)
+    leaves = tracing.replicate(leaves)
     directions = [
-      d if d.dtype == jax.dtypes.float0 else tracing.lie_whole([d])[0] for d in directions
+      d if d.dtype == jax.dtypes.float0 else tracing.replicate([d])[0] for d in directions
     ]
   moved = [jnp.zeros(y.shape, y.dtype) for y in results if is_inexact(y.dtype)]
   for index, (leaf, tangent) in enumerate(zip(leaves, directions, strict=True)):
@@ -304,7 +304,7 @@ def _jvp_by_differences(
       moved = [total + part for total, part in zip(moved, parts, strict=True)]
   inexact = (y for y in results if is_inexact(y.dtype))
   if explicit:
-    moved = [tracing.lie_as(jax.typeof(y), t) for y, t in zip(inexact, moved, strict=True)]
+    moved = [tracing.reshard_as(jax.typeof(y), t) for y, t in zip(inexact, moved, strict=True)]
   found = iter(moved)
   return out, jax.tree.unflatten(
     out_tree,

@@ -129,7 +129,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     """
     raise_deferred()
     plain = not kwargs and tracing.in_no_trace() and all(map(tracing.is_plain_array, args))
-    if plain and not derivatives.asked():
+    if plain and not derivatives.may_reuse_call():
       return self._programs.alone(*args)
     return self._core(*args, **kwargs)
 

@@ -203,7 +203,7 @@ def _transpose(cotangents: Sequence[Any], *every: Any, call: BoundCall) -> list[
     shared = tuple(axis for axis, mask in enumerate(masks) if not mask[index])
     summed = grad.sum(axis=shared) if shared else grad
     aval = operands[index].aval
-    out[index] = tracing.lie_as(aval, tracing.vary_over(tracing.varying_axes([aval]), summed))
+    out[index] = tracing.reshard_as(aval, tracing.vary_over(tracing.varying_axes([aval]), summed))
   return out
 
 

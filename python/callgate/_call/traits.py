@@ -28,7 +28,7 @@ class Traits:
       argument. A call that makes and uses the object has `make` and `with_object`.
     splits: True if arguments may contain more than arrays (`_core/split.py`).
     taped: True if recordings contain its calls (`callgate.record`).
-    told_shard: True if it gets its shard in a fully manual `jax.shard_map`.
+    gets_shard: True if it gets its shard in a fully manual `jax.shard_map`.
   """
 
   autograd: bool = False
@@ -46,7 +46,7 @@ class Traits:
   shares_object: bool = False
   splits: bool = False
   taped: bool = False
-  told_shard: bool = False
+  gets_shard: bool = False
 
   def but(self, **others: object) -> Traits:
     """Returns these properties with changes."""

@@ -76,15 +76,16 @@ _LIMIT_OF_CONSUMERS = 64
 _uncounted = 0  # consumers' failures beyond the limit. Guarded by _lock
 # The runs whose exception for the main thread was raised: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)  # guarded by _lock
-_TOLD = "callgate_told"  # an attribute of interrupts that Python's own handler raises, too
+# An attribute of interrupts that Python's own handler raises, too.
+_RAISED_BY_MAIN = "callgate_raised_by_main"
 # An interrupt may reach the main thread anywhere, also while it holds the lock.
 _lock = threading.RLock()
 _next_id = 0  # guarded by _lock
 
 
-def told(exception: KeyboardInterrupt) -> KeyboardInterrupt:
+def mark_raised(exception: KeyboardInterrupt) -> KeyboardInterrupt:
   """Marks an interrupt that the main thread raises by itself, so that it raises only one."""
-  foreign.attach(exception, _TOLD, True)
+  foreign.attach(exception, _RAISED_BY_MAIN, True)
   return exception
 
 
@@ -104,7 +105,7 @@ def _keep(exception: BaseException, run: int, thread: int, for_main: bool) -> in
     _next_id += 1
     kept = KeptError(_next_id, exception, thread or threading.get_ident(), run)
     if for_main:
-      kept.claimed = run in _interrupted or foreign.is_attached(exception, _TOLD)
+      kept.claimed = run in _interrupted or foreign.is_attached(exception, _RAISED_BY_MAIN)
       kept.for_main = not kept.claimed
       if kept.for_main:
         _callgate.wake_main_thread()

@@ -52,15 +52,15 @@ class Job:
     self._taken: str | None = None
     self._kept = True  # the result so far
 
-  def start(self, call: Callable[[], Any], line: Line | ThreadPlace | None = None) -> None:
-    """Runs `call`, in its turn if there is a line; the event loop runs the rest of a coroutine.
+  def start(self, call: Callable[[], Any], queue: CallQueue | ThreadPlace | None = None) -> None:
+    """Runs `call`, in its turn if there is a queue; the event loop runs the rest of a coroutine.
 
-    Ctrl-C ends calls that wait in a line, and calls on workers.
+    Ctrl-C ends calls that wait in a queue, and calls on workers.
     """
 
     def run() -> None:
       try:
-        if line is not None and _callgate.interrupted_since(self.interrupts):
+        if queue is not None and _callgate.interrupted_since(self.interrupts):
           raise Interruption
         value = call()
         if isinstance(value, Coroutine):
@@ -77,7 +77,7 @@ class Job:
     with _lock:
       _open.add(self)
     try:
-      is_taken = (_callgate.submit if line is None else line.submit)(run)
+      is_taken = (_callgate.submit if queue is None else queue.submit)(run)
     except RuntimeError as error:  # the system can't start a thread
       with _lock:
         count = len(_open)
@@ -90,8 +90,8 @@ class Job:
     if not is_taken:
       with _lock:
         _open.discard(self)
-      if isinstance(line, ThreadPlace):
-        line.refuse()
+      if isinstance(queue, ThreadPlace):
+        queue.refuse()
       raise GateError(
         f"{self.label}: the call can't be started, because the process is ending or was forked "
         "from one that ran such calls; start processes with multiprocessing's 'spawn' or "
@@ -215,13 +215,16 @@ def _keep(job: Job, size: int) -> None:
       one.forget()
 
 
-class Line:
-  """Calls that run elsewhere, while threads here wait; further calls queue in order."""
+class CallQueue:
+  """A queue of calls for other processes or an executor.
+
+  At most `most` of them run; a thread of this process waits for each.
+  """
 
   def __init__(self, most: int) -> None:
     self._most, self._threads = most, 0
     self._waiting: collections.deque[Callable[[], None]] = collections.deque()
-    _lines.add(self)
+    _queues.add(self)
 
   def submit(self, run: Callable[[], None]) -> bool:
     """Queues a call, as the runtime does; False if no call can run any more."""
@@ -240,7 +243,7 @@ class Line:
       self._threads -= 1
       if failure is not None and self._threads:
         return True  # the existing threads will run it
-      if run not in self._waiting:  # another thread of the line has taken it
+      if run not in self._waiting:  # another thread of the queue has taken it
         return True
       self._waiting.remove(run)
     if failure is not None:
@@ -262,7 +265,7 @@ class Line:
 
 
 # Under the GIL: single steps, but for a fork's child, which has one thread.
-_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_queues: weakref.WeakSet[CallQueue] = weakref.WeakSet()
 
 
 def settle(wait: Wait) -> bool:
@@ -340,8 +343,8 @@ def after_fork() -> None:
   """Forgets all started calls in a fork's child, where none of them runs."""
   global _loop
   _open.clear()
-  for line in members(_lines):
-    line.clear()
+  for queue in members(_queues):
+    queue.clear()
   _loop = None
 
 

@@ -25,7 +25,7 @@ from callgate._core.failures import raise_deferred
 from callgate._core.pickling import Stays
 from callgate._core.public import core
 from callgate._core.where import where
-from callgate._futures.job import Job, Line
+from callgate._futures.job import CallQueue, Job
 from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
@@ -152,7 +152,7 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
   """Makes the gate that starts calls of a gate, "start", or that waits for them, "result"."""
   if suffix == "result":
     return _taker(gate, name)
-  made = _begin(gate, name) if gate.remote is None else _begin_elsewhere(gate, name)
+  made = _begin(gate, name) if gate.remote is None else _begin_remote(gate, name)
   made.binds = None  # it takes callgate's own keywords; `start` has checked the user's arguments
   return made
 
@@ -160,11 +160,11 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
 def _begin(gate: GateCallee, name: str) -> GateCallee:
   function, label, timeout = gate.function, gate.label, gate.timeout
   arrays: Any = gate.arrays
-  line = gate.place if isinstance(gate.place, ThreadPlace) else None
+  queue = gate.place if isinstance(gate.place, ThreadPlace) else None
 
   def begin(*args: Any, **kwargs: Any) -> Job:
     job = Job(label, kwargs.pop(_PLACE), timeout)
-    job.start(functools.partial(function, *args, **kwargs), line)
+    job.start(functools.partial(function, *args, **kwargs), queue)
     return job
 
   functools.update_wrapper(begin, function)
@@ -192,10 +192,10 @@ class _BeginByLane(_Begin):
 _by_jax = threading.local()
 
 
-def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
+def _begin_remote(gate: GateCallee, name: str) -> GateCallee:
   """Starts calls that a thread here waits for without the GIL; each is a separate lane."""
   assert gate.remote is not None
-  run, line = gate.remote.runner(gate.callee), Line(gate.remote.most)
+  run, queue = gate.remote.runner(gate.callee), CallQueue(gate.remote.most)
   function, label, by_lane = gate.function, gate.label, gate.traits.by_lane
   convert = functools.partial(jax_engine.host_converter, gate.arrays)
 
@@ -215,7 +215,7 @@ def _begin_elsewhere(gate: GateCallee, name: str) -> GateCallee:
       )
       return objects.on_lane(lane, lambda: function(*args, **kwargs, **dict(static)))
 
-    job.start(call_here if getattr(_by_jax, "on", False) else call_there, line)
+    job.start(call_here if getattr(_by_jax, "on", False) else call_there, queue)
     return job
 
   functools.update_wrapper(begin, gate.function, updated=())
@@ -286,7 +286,7 @@ def _taker(gate: GateCallee, name: str) -> GateCallee:
     job: Job = resolved(label, handle)
     return job.take(static[_PLACE], shared=SHARED in static)
 
-  options = GateOptions(out=(), name=name, effect=gate.effect, thread="own", cast=gate.cast)
+  options = GateOptions(out=(), name=name, effect=gate.effect, run_on="own", cast=gate.cast)
   return _Taker(wait, options)
 
 

@@ -99,7 +99,7 @@ class GateCallee(Operation):
     self._defined_in = (getattr(function, "__module__", None), outer) if in_class else None
 
   def _named_callee(self) -> Any:
-    if (bound := self.bind_elsewhere()) is not None:
+    if (bound := self.bind_remote()) is not None:
       self.remote, callee = bound
       return callee
     return _callgate.Callee(
@@ -114,7 +114,7 @@ class GateCallee(Operation):
       thread=self.place.thread,
     )  # fmt: skip
 
-  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+  def bind_remote(self) -> tuple[RemoteGate, Any] | None:
     """Returns the remote gate and the runtime's handle if the place is not this process."""
     return self.place.bind(self)
 

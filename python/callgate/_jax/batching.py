@@ -55,12 +55,13 @@ def to_lanes(axis_data: Any, value: Any) -> Any:
   return _batching.broadcast(value, axis_data.size, 0, axis_data.explicit_mesh_axis)
 
 
-def lie_along(axis: Any, value: Any) -> Any:
+def split_along(axis: Any, value: Any) -> Any:
   """In an explicitly sharded program, splits the value's first axis along this mesh axis."""
   aval = _core.typeof(value)
   if not tracing.is_explicit([aval]) or tracing.spec_of(aval)[0] == axis:
     return value
-  return tracing.lie_as(tracing.with_spec(aval, [aval], [axis, *tracing.spec_of(aval)[1:]]), value)
+  spec = [axis, *tracing.spec_of(aval)[1:]]
+  return tracing.reshard_as(tracing.with_spec(aval, [aval], spec), value)
 
 
 @contextlib.contextmanager

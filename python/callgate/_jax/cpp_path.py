@@ -42,7 +42,7 @@ _numbers = itertools.count()
 
 
 class RunsPrograms:
-  """Kept by programs whose functions may run programs: a thread must not get far ahead of them."""
+  """Marks a program whose functions may run programs: no thread may dispatch far ahead of it."""
 
 
 class _Program:
@@ -50,7 +50,8 @@ class _Program:
 
   Attributes:
     sharding: the sign's sharding.
-    key: its number; None if its effects need no wait; True if its functions may run programs.
+    key: two values. The first is the program's number, or None if its effects need no wait. The
+      second is True if its functions may run programs.
     users: the objects that run it.
   """
 
@@ -122,7 +123,7 @@ def after_fork() -> None:
   _signs.clear()
 
 
-# One thread: a forked child has no other; never emptied: one entry for each fork of a fork.
+# One thread: a forked child has no other; never emptied: a fork of a fork adds an entry.
 _of_parent: list[list[Any]] = []
 
 
@@ -175,7 +176,7 @@ def _runs_in_order(backend: Any, devices: Any) -> bool:
 def _signed(module: Any, tokens: int) -> Any:
   """Returns a copy of a lowered program with a sign as its last result.
 
-  It makes its first `tokens` arguments, all tokens, itself, and doesn't return as many results.
+  The first `tokens` arguments and results, which are tokens, are gone: the copy makes its own.
   """
   context = module.context
   with context, _ir.Location.unknown(context):
@@ -205,7 +206,10 @@ def _signed(module: Any, tokens: int) -> Any:
 
 
 def _renumbered(attributes: Any, count: int) -> Any:
-  """Returns an argument's attributes; a donated argument names the result in its place."""
+  """Returns an argument's or result's attributes, after `count` results have been removed.
+
+  A donated argument has the number of the result that uses its memory.
+  """
   named = {one.name: one.attr for one in attributes}
   if (alias := named.get("tf.aliasing_output")) is not None:
     value = _ir.IntegerAttr(alias).value - count
@@ -244,7 +248,7 @@ def run(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
 
 
 def make_cpp_call(make: Callable[..., Any], executable: Any, params: Any) -> Any:
-  """Makes JAX's C++ call of a program, and avoids it where it would wait for other calls."""
+  """Makes JAX's C++ call of a program; `_Misses` avoids it while it would wait for other calls."""
   _making.signed = id(getattr(executable.unsafe_call, "xla_executable", None)) in _programs
   try:
     return make(executable, params)
@@ -258,7 +262,10 @@ _is_waited_for: Callable[[Any], bool]  # set once: by `start`
 
 
 def _in_turn(call: Callable[..., Any], program: Any, args: tuple[Any, ...]) -> Any:
-  """Runs a program that uses JAX's tokens: after this thread's programs without, and to its end."""
+  """Runs a program that uses JAX's tokens, and waits for its end.
+
+  It waits before for this thread's programs without tokens.
+  """
   wait(threading.get_ident())
   out = call(program, *args)
   _part.tell("program dispatched", False)
@@ -287,7 +294,7 @@ class _Misses:
       self.running -= 1
 
   def calls_apart(self, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the program without the C++ code during such a call."""
+    """Wraps JAX's C++ call: while a call with new operands runs, others skip the C++ code."""
     return lambda *args, **kwargs: (
       self.miss(*args, **kwargs)[0] if self.running else call(*args, **kwargs)
     )

@@ -224,7 +224,7 @@ def _jitted_type() -> type[Any]:
 
 
 def keep_with_program(context: Any, value: object) -> None:
-  """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
+  """Keeps `value` alive as long as the module being lowered, which `jax.stages.Lowered` keeps.
 
   JAX's own keepalive makes `jax.export` refuse the program (0.10 to 0.12).
   """
@@ -267,7 +267,8 @@ def local_devices() -> dict[str, list[Any]]:
 def cpu_devices(what: str | None = None) -> list[Any]:
   """Returns this process's CPU devices; JAX may have none (JAX_PLATFORMS).
 
-  Without any it raises RuntimeError for `what`, which needs them; without `what` it returns [].
+  If there are none, it raises a RuntimeError that names `what`, which needs them. Without `what`
+  it returns [].
   """
   with contextlib.suppress(RuntimeError):
     return jax.local_devices(backend="cpu")

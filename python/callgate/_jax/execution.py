@@ -34,9 +34,9 @@ class Watcher:
   Attributes:
     stop: a callee of the runtime that gets the number of each execution before it begins, but after
       JAX has accepted the arguments. None for no such callee.
-    waits: True if a program must end before its dispatch returns, as XLA's CPU client runs programs
-      with JAX's own callbacks. For programs with effects, which have a token without a watcher. An
-      error stays with the program's values and tokens.
+    waits: True if a program must end before its dispatch returns. XLA's CPU client runs programs
+      with JAX's own callbacks in this way. The program must have effects, and so a token. An error
+      stays with the program's values and tokens.
   """
 
   stop: _callgate.Stop | None = None
@@ -93,21 +93,21 @@ def start() -> None:
     for watcher in watchers:
       watcher.before(self._local_devices)
     stops = [watcher.stop for watcher in watchers if watcher.stop is not None]
-    outer, local.told = getattr(local, "told", None), (self.xla_executable, stops)
+    outer, local.dispatched = getattr(local, "dispatched", None), (self.xla_executable, stops)
     try:
       return cpp_path.run(call_and_wait, self, args)
     finally:
-      local.told = outer
+      local.dispatched = outer
 
   def execute_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
-    program, stops = getattr(local, "told", None) or (None, ())
+    program, stops = getattr(local, "dispatched", None) or (None, ())
     if program is not self or not stops:
       return execute(self, *args, **kwargs)
     return _callgate.run_dispatched(stops, execute, self, *args, **kwargs)
 
   def create_cpp_call(self: Any, params: Any) -> Any:
-    # JAX ignores ordered effects here, so a compiled program with them would get no token from its
-    # second call on. It checks only host callbacks, which its own ordered callbacks are.
+    # JAX checks only for host callbacks, because its own ordered effects belong to them. With other
+    # ordered effects, a compiled program would get no token from its second call on.
     if getattr(self.unsafe_call, "ordered_effects", None):
       return None
     return cpp_path.make_cpp_call(make_cpp_call, self, params)

@@ -16,8 +16,8 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 T = TypeVar("T")
-# JAX's files that only call other functions and have no loops (0.10 to 0.12): in these folders,
-# except one whose `vmap_method` is a loop.
+# JAX's files in these folders only call other functions and have no loops (0.10 to 0.12). The
+# exception is a file with a loop for `vmap_method`.
 _CALLING = {os.path.dirname(inspect.getfile(module)) for module in (_source_info, _partial_eval)}
 _CALLING_NOT = "ffi.py"
 _Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -70,7 +70,7 @@ def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], lis
   return list(of[:first]), list(of[first : first + count]), list(of[first + count :])
 
 
-# Calls that run their only jaxpr on their operands after lowering (0.10 to 0.12).
+# Primitives that run their only jaxpr on their operands in the lowered program (0.10 to 0.12).
 _CALLS = frozenset((
   "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat", "remat2",
   "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",

@@ -16,8 +16,8 @@ from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPriv
 
 # -- sharding --------------------------------------------------------------------------------------
 # XLA's hook for custom calls under partitioning, its shardings, and Shardy's rules (0.10 to 0.12).
-# `jax.experimental.custom_partitioning` is public, but holds pointers in programs, calls no target
-# of ours, and takes no call with side effects alone.
+# `jax.experimental.custom_partitioning` is public, but puts pointers into programs, can't call
+# callgate's targets, and rejects calls that have side effects but no results.
 def register_partitioner(
   target: str,
   propagate: Callable[..., Any],
@@ -71,9 +71,9 @@ def is_of_one_device(sharding: Any) -> bool:
 
 
 def device_grid(sharding: Any, rank: int) -> Any:
-  """Returns an `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
+  """Returns device numbers by [tile along each dimension..., replica, manual].
 
-  None for a sharding without tiles: of an array that every device has whole, or only one has.
+  Returns None for a sharding without tiles: every device has the whole array, or one device has it.
   """
   if _is_of_all(sharding) or is_of_one_device(sharding):
     return None

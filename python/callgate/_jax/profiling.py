@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's profiler: spans on the host, and a test if it runs (0.10 to 0.12)."""
+"""JAX's profiler: spans on the host, and a test that a profile is taken (0.10 to 0.12)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Span: Callable[..., Any] = _profiler.TraceMe
 def at_start(begun: Callable[[], object]) -> None:
   """Calls `begun()` when this process begins to take a profile.
 
-  It covers all of JAX's functions, which make a session, but not profiles requested from outside
-  the process.
+  JAX's functions make a session, which this function watches. A profile that another process
+  requests makes none.
   """
   make = _profiler.ProfilerSession
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the user's code that traced an operation.
 
-JAX keeps a traceback with each equation, which ends at the function being traced. JAX traces
-functions with their own rules separately: their operations have no frames of the user, unless
-`traced_here` gives them the caller's.
+JAX keeps a traceback with each equation, which ends at the function being traced. JAX traces a
+function with rules of its own separately, so its operations have no frames of the user.
+`traced_here` gives them the caller's frames.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _shared: set[types.CodeType] = set()
 
 
 def shared(function: _F) -> _F:
-  """Marks a function that makes a program for later calls too, which may be on other lines."""
+  """Marks a function whose program also serves later calls, which may be on other lines."""
   _shared.add(function.__code__)
   return function
 

@@ -61,7 +61,7 @@ ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPri
 ordered_debug_effect: Any = _debugging.ordered_debug_effect
 
 # -- configuration that is part of jit's cache key -------------------------------------------------
-# JAX has no public way to add an option (0.10 to 0.12). A new one makes it trace programs again.
+# JAX has no public way to add an option (0.10 to 0.12). Adding one makes it trace programs again.
 _in_key = {"include_in_jit_key": True, "include_in_trace_context": True}
 define_enum: Callable[..., Any] = functools.partial(_config.enum_state, **_in_key)
 define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_key)
@@ -139,7 +139,7 @@ def vary_over(axes: frozenset[Any], value: Any) -> Any:
 
 def unvaried(value: Any) -> Any:
   """Returns the value with a type without axes; for lowering, where types no longer matter."""
-  named = _manual_type(value).varying or lies_explicitly([value])
+  named = _manual_type(value).varying or are_explicit([value])
   return unvaried_p.bind(value) if named else value
 
 
@@ -250,9 +250,9 @@ def define_impl(
 ) -> None:
   """Compiles and runs a primitive that is bound outside programs (0.10 to 0.12).
 
-  JAX keeps the program, and its parameters, until `jax.clear_caches()`. `programs`, of
-  `eager_programs`, keeps it instead, and gets the parameters. So does `label`, which names it for
-  `jax_debug_nans`.
+  JAX keeps the program, and its parameters, until `jax.clear_caches()`. If `programs(**params)`
+  returns a cache of `eager_programs`, the cache keeps it instead. `label(**params)` names the call
+  in errors of `jax_debug_nans`.
   """
 
   @sources.shared
@@ -334,7 +334,7 @@ def is_explicit(avals: Sequence[Any]) -> bool:
   return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
 
 
-def lies_explicitly(values: Sequence[Any]) -> bool:
+def are_explicit(values: Sequence[Any]) -> bool:
   """Returns True if the type of one of these arrays or tracers has its sharding."""
   return is_explicit([_core.typeof(value) for value in values])
 
@@ -347,8 +347,8 @@ def types_of_results(function: Callable[..., Any], args: Sequence[Any]) -> Seque
   return jax.make_jaxpr(function)(*args).out_avals
 
 
-def lie_as(aval: Any, value: Any) -> Any:
-  """Reshards the value if its type has another sharding than the abstract value."""
+def reshard_as(aval: Any, value: Any) -> Any:
+  """Reshards the value if its type and the abstract value differ in their shardings."""
   if _core.typeof(value).sharding == aval.sharding or aval.sharding.mesh.empty:
     return value
   return jax.sharding.reshard(value, aval.sharding)
@@ -368,14 +368,14 @@ def zeros_of(aval: Any) -> Any:
     value = jax.random.wrap_key_data(data, impl=kind.name)
   else:
     value = jax.numpy.zeros(aval.shape, aval.dtype)
-  return vary_over(varying_axes([aval]), lie_as(aval, value))
+  return vary_over(varying_axes([aval]), reshard_as(aval, value))
 
 
-def lie_whole(values: Sequence[Any]) -> list[Any]:
+def replicate(values: Sequence[Any]) -> list[Any]:
   """Replicates the values over the mesh in their types."""
   avals = [_core.typeof(value) for value in values]
   return [
-    lie_as(with_spec(x, avals, [None] * x.ndim), v) for x, v in zip(avals, values, strict=True)
+    reshard_as(with_spec(x, avals, [None] * x.ndim), v) for x, v in zip(avals, values, strict=True)
   ]
 
 

@@ -123,7 +123,7 @@ def _lane_after_lane(
   """Loops over the lanes; each runs the control flow by itself, and its calls know its number."""
   pairs = list(zip(args, dims, strict=True))
   # A loop can't run along an axis that is split over devices.
-  moved = [x if d is None else batching.lie_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
+  moved = [x if d is None else batching.split_along(None, jnp.moveaxis(x, d, 0)) for x, d in pairs]
   flow = types.SimpleNamespace(primitive=primitive, params=params)
   rule = functools.partial(_in_lane, axis_data.size)
   mark = batching.lane_p.bind if batching.is_marking() else lambda x: x
@@ -133,7 +133,7 @@ def _lane_after_lane(
     return list(map(mark, results))
 
   results = one_by_one(lane, [d is not None for d in dims], moved)
-  results = [batching.lie_along(axis_data.explicit_mesh_axis, result) for result in results]
+  results = [batching.split_along(axis_data.explicit_mesh_axis, result) for result in results]
   return results, [0] * len(results)
 
 

@@ -176,7 +176,7 @@ def _order(equation: findings.Equation, row: findings.Rows) -> tuple[int, ...]:
 
 
 def _is_array(leaf: Any) -> bool:
-  """True for what a program gets as an array; a bool of Python's is mostly a static choice."""
+  """Returns True for a value that a program gets as an array; a bool is mostly a static choice."""
   is_number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
   return is_number or hasattr(leaf, "dtype")
 

@@ -41,11 +41,11 @@ def origins_of(followed: Sequence[Any]) -> list[Any]:
 
 
 def follow(values: Sequence[Any], origins: Sequence[Any]) -> list[Followed]:
-  """Returns the values, each with those of its origins that its elements show."""
-  return [Followed(x, here(found, x)) for x, found in zip(values, origins, strict=True)]
+  """Returns the values with their origins, which values without NaN and infinity lose."""
+  return [Followed(x, shown(found, x)) for x, found in zip(values, origins, strict=True)]
 
 
-def here(origins: Any, value: Any) -> Any:
+def shown(origins: Any, value: Any) -> Any:
   """Returns the origins of a value with a NaN or an infinity; no origins for other values."""
   if origins is None:
     return None
@@ -56,7 +56,7 @@ def here(origins: Any, value: Any) -> Any:
 
 def of_nan(origins: Any, value: Any) -> Any:
   """Returns the origins of an argument with a NaN; infinities of arguments are not reported."""
-  return here(origins & jnp.isnan(wide(value)).any() if is_real(value) else origins, value)
+  return shown(origins & jnp.isnan(wide(value)).any() if is_real(value) else origins, value)
 
 
 def union(sets: Sequence[Any]) -> Any:

@@ -153,7 +153,7 @@ class Watch:
       def found(kind: Any = kind, index: int = index) -> Rows:
         out = reach.wide(outs[index])
         flags = jnp.where(kind == NAN, jnp.isnan(out), jnp.isinf(out))
-        if tracing.lies_explicitly([flags]):  # JAX can't flatten a value with an explicit sharding
+        if tracing.are_explicit([flags]):  # JAX can't flatten a value with an explicit sharding
           mesh: Any = jax.typeof(flags).sharding.mesh
           flags = jax.sharding.reshard(flags, jax.sharding.NamedSharding(mesh, jax.P()))
         where = jnp.argmax(flags.reshape(-1)).astype(np.int32)
@@ -346,7 +346,7 @@ def _first(rows: Rows, used: Any) -> Rows:
     alive &= step == jnp.where(alive, step, np.iinfo(np.int32).max).min(0)
   first = jnp.arange(alive.shape[0])[:, None] == jnp.argmax(alive, 0)
 
-  def of_first(x: Any) -> Any:  # which the type of a value that lies explicitly lets be summed
+  def of_first(x: Any) -> Any:  # by a sum, which explicitly sharded values allow
     chosen = first.reshape(*first.shape, *(1,) * (x.ndim - 2))
     return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
 
@@ -362,7 +362,7 @@ def _extents(jaxpr: Any) -> tuple[int, int, int]:
 
 
 def _alike(new: Any, old: Any) -> Any:
-  """Returns a value of a state with the varying axes of the old one, in a `jax.shard_map`."""
+  """Casts a state's new value to the varying axes of the old one, in a `jax.shard_map`."""
   return tracing.vary_over(tracing.varying_axes([old]), new)
 
 

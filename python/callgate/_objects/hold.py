@@ -74,7 +74,7 @@ class HoldCallee(GateCallee):
   # Recordings see the inner call that makes the object, because handles differ from run to run.
   traits = GateCallee.traits.but(handles="makes", taped=False)
 
-  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+  def bind_remote(self) -> tuple[RemoteGate, Any] | None:
     return None if self.place.is_here else remote.bind(self, vars(self.function)["there"])
 
   def apply_raw(self, args: Any, kwargs: dict[str, Any], static: Any) -> Any:

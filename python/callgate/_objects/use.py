@@ -42,7 +42,7 @@ class Use(GateCallee):
   kind = "use of"
   traits = GateCallee.traits.but(handles="uses")
   # True if neither a name nor a function's name identifies the callable.
-  is_unknown_elsewhere = False
+  is_unknown_to_others = False
 
   @property
   def label(self) -> str:
@@ -52,7 +52,7 @@ class Use(GateCallee):
     return f"{self.kind} '{callables.shown(text)}'"
 
   def check_export(self) -> None:
-    if self.is_unknown_elsewhere:
+    if self.is_unknown_to_others:
       raise GateDefinitionError(
         f"jax.export: {self.label}: expected a callable that another process can import: a "
         "function of a module, or a functools.partial, method or object of one, with plain "
@@ -60,7 +60,7 @@ class Use(GateCallee):
         "other process first"
       )
 
-  def bind_elsewhere(self) -> tuple[RemoteGate, Any] | None:
+  def bind_remote(self) -> tuple[RemoteGate, Any] | None:
     return None if self.place.is_here else remote.bind(self, self.function)
 
 
@@ -180,7 +180,7 @@ def _use(
   name = None if kept or text is None else _portable_name(text, given)
   given["name"] = registry.unique_name(fn) if name is None else registry.free_name(name)
   made = Use(using, GateOptions(out=out, **given))
-  made.is_unknown_elsewhere = text is None and not isinstance(fn, types.FunctionType)
+  made.is_unknown_to_others = text is None and not isinstance(fn, types.FunctionType)
   return ArrayFunction(made)
 
 

@@ -46,7 +46,7 @@ class Called(Protocol):
 
 
 class BoundLike(Protocol):
-  """A call as the primitive has it (`_call/site.py`)."""
+  """The call that the primitive binds (`_call/site.py`)."""
 
   @property
   def gate(self) -> Any: ...
@@ -65,8 +65,8 @@ def of_gate(
 ) -> tuple[Sharded, Rule | None] | None:
   """Describes a call of a gate or kernel; the rule is None if a function returns it later.
 
-  `avals` are the abstract values of the call's operands: those of the context that it takes, then
-  the number of its lane, if it takes one.
+  `avals` are the abstract values of the call's operands, then that of its lane's number, if the
+  call has one.
   """
   if not lowering.is_automatic(context):
     return None
@@ -98,17 +98,17 @@ def of_gate(
 
 
 def of_callback(
-  context: Any, label: str, said: Any, *, effect: bool, aliases: Mapping[int, int]
+  context: Any, label: str, sharding: Any, *, effect: bool, aliases: Mapping[int, int]
 ) -> tuple[Sharded, Rule] | None:
-  """Describes a callback of flat arrays by `said`, its option `sharding`."""
+  """Describes a callback of flat arrays; `sharding` is its option."""
   if not lowering.is_automatic(context):
     return None
-  rule = rules.of_call(label, said, *_shapes(context)).closed()
+  rule = rules.of_call(label, sharding, *_shapes(context)).closed()
   return Sharded(
     **_program(context, ()),
     rule=rule.text,
     effect=effect,
-    once=effect or said in (None, "gather"),
+    once=effect or sharding in (None, "gather"),
     aliases=sorted(aliases.items()),
     names=[f"argument {i}" for i in range(len(context.avals_in))],
   ), rule
@@ -162,7 +162,7 @@ def _lane(shapes: Sequence[Shape], levels: Sequence[Level]) -> list[Shape]:
 def _program(
   context: Any, levels: Sequence[Level], numbered: Sequence[Numbered] = ()
 ) -> dict[str, Any]:
-  """Returns what all calls have: the description of the program, and their batch levels."""
+  """Returns the fields that all calls have: the program's devices and mesh, and batch levels."""
   return {
     "devices": lowering.device_count(context),
     "mesh": lowering.mesh_axes(context),
@@ -183,7 +183,7 @@ def check_whole_mesh(context: Any, what: str, where: str = "") -> None:
 
 
 def _check_takes_tokens(context: Any, what: str) -> None:
-  """Raises like `check_whole_mesh` if XLA would end the process over a token among other values."""
+  """Raises as `check_whole_mesh` if a token beside other values would make XLA end the process."""
   if not lowering.TOKENS_IN_PARTLY_MANUAL:
     check_whole_mesh(context, what, ", and from JAX 0.11 on over some")
 
@@ -245,13 +245,13 @@ PARTITION = ShapedArray((), np.dtype(np.uint32))
 
 
 def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
-  """Returns a gate's shard, if it needs that, in a fully manual `jax.shard_map`.
+  """Returns the shard of a gate that needs it, in a fully manual `jax.shard_map`.
 
   Returns:
     The partition, for its last operand, and attributes; None if it gets its shard in another way.
   """
   by_lane = gate.traits.by_lane
-  if not (by_lane or gate.collective or gate.traits.told_shard):
+  if not (by_lane or gate.collective or gate.traits.gets_shard):
     return None
   if lowering.is_partly_manual(context) and not by_lane:  # others are `Sharded.ranked` there
     return None
@@ -271,7 +271,7 @@ def located_in_manual(devices: int, mesh: Sequence[tuple[str, int]]) -> dict[str
 class Sharded:
   """The description of a call for the partitioner."""
 
-  rule: str  # `Rule.text`, or "" for the function of the mesh of the operation `function`
+  rule: str  # `Rule.text`; "" if the rule is a function
   devices: int  # the number of the program's devices
   mesh: Sequence[tuple[str, int]] = ()  # names and sizes of its axes; () if unknown
   effect: bool = False
@@ -279,16 +279,16 @@ class Sharded:
   # One of the devices with the same shards makes the call; the others get its results.
   once: bool = False
   aliases: Sequence[tuple[int, int]] = ()  # operand to result, tokens not counted
-  # The call gets its shard. Not in a partly manual `jax.shard_map`, where not all devices share an
-  # array.
+  # True if the call gets its shard. In a partly manual `jax.shard_map` it doesn't, because not all
+  # devices share an array.
   located: bool = True
-  # There it gets its position among all devices of the program, if it needs that.
+  # True if the call gets its position among all devices there.
   ranked: bool = False
   tap: int = -1  # the number of operands in a tap's records; -1 for other calls
   lanes: Sequence[str] = ()  # masks of the batch levels, outermost first
   numbered: Sequence[Numbered] = ()
   names: Sequence[str] = ()  # the operands' names, for messages
-  function: str = ""  # the operation with a function as rule, or a tap's function
+  function: str = ""  # the name of the operation whose rule is a function, or of a tap's rule
   label: str = ""  # a tap's name
 
   @property
@@ -304,7 +304,7 @@ class Sharded:
 
 
 def held_mesh(devices: int, axes: Sequence[tuple[str, int]]) -> dict[str, Any]:
-  """Returns a mesh as calls on shards contain it (`Mesh::of` in src/core/call.h)."""
+  """Returns the mesh's attributes in calls on shards (`Mesh::of` in src/core/call.h)."""
   return {
     "devices": np.int64(devices),
     "names": attributes.listed(name for name, _ in axes),

@@ -69,7 +69,7 @@ _lock = threading.Lock()
 
 
 def name_of(function: Function) -> str:
-  """Returns a tap rule's name for programs, the same if a process makes rules in this order."""
+  """Returns a tap rule's name for programs, the same in processes that name rules in one order."""
   base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
   with _lock:
     names = [base, *(f"{base}#{number}" for number in range(1, len(_named) + 1))]

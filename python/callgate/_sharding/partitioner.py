@@ -65,8 +65,8 @@ _MANY = 1024
 _RULED = " has a function as its sharding rule, which"
 
 
-class _AskedCall:
-  """A call that XLA asks about: its attributes and its arrays, without a token."""
+class _PartitionedCall:
+  """The call that XLA partitions: its attributes and its arrays, without a token."""
 
   def __init__(
     self,
@@ -80,9 +80,8 @@ class _AskedCall:
     shapes = list(result_shape.tuple_shapes()) if self.is_tuple else [result_shape]
     shardings = [result_sharding] * len(shapes)
     if self.is_tuple and result_sharding is not None:
-      shardings = list(result_sharding.tuple_elements())[
-        : len(shapes)
-      ]  # an empty tuple has one, too
+      # XLA gives an empty tuple one sharding, too.
+      shardings = list(result_sharding.tuple_elements())[: len(shapes)]
     self.held = local_module.read_attributes(config)
     self.about = Sharded.read(self.held.pop("shard"))
     skip = int(self.about.token)
@@ -119,11 +118,11 @@ class _AskedCall:
     if isinstance(plan, Rule):
       shapes = [a.shape for a in self.operands], [a.shape for a in self.results]
       plan = _tiles.plan(plan, shapes, (ins, outs), self.devices)
-    told_ins = list(map(_sharding, self.operands, ins, plan.operands))
-    return plan, told_ins, list(map(_sharding, self.results, outs, plan.results))
+    new_ins = list(map(_sharding, self.operands, ins, plan.operands))
+    return plan, new_ins, list(map(_sharding, self.results, outs, plan.results))
 
-  def told(self, results: Sequence[Any]) -> Any:
-    """Returns the results' shardings in XLA's form."""
+  def result_sharding(self, results: Sequence[Any]) -> Any:
+    """Returns the sharding of the results, or of their tuple, for XLA."""
     out = [*self.token_shardings, *results]
     if not out and self.given is not None:
       return self.given
@@ -231,9 +230,9 @@ def _json(value: Any) -> str:
 
 
 def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
-  """Returns the given sharding if it may stay, so that XLA has nothing to compare.
+  """Returns the sharding of the wanted tiles: XLA's own object, if the array has them already.
 
-  An array on a single device is sent to all of them.
+  An array on a single device gets a new sharding, so XLA sends it to all devices.
   """
   came = array.sharding
   same = given.counts == wanted.counts and np.array_equal(given.index, wanted.index)
@@ -266,14 +265,15 @@ def _undefined(what: str, expected: str, why: str = "") -> LookupError:
   return LookupError(f"callgate: {what} is not defined in {where}; {expected}")
 
 
-def partition(target: str, *asked: Any) -> tuple[bytes, Sequence[Any], Any]:
+def partition(target: str, *call_of_xla: Any) -> tuple[bytes, Sequence[Any], Any]:
   """Answers XLA: how a partitioned call becomes a call of `target` on each device."""
-  call = _AskedCall(*asked)
+  call = _PartitionedCall(*call_of_xla)
   plan, ins, outs = call.solution()
-  return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
+  ins = [*call_of_xla[1][: len(call.tokens)], *ins]
+  return call.module(target, plan), ins, call.result_sharding(outs)
 
 
 def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
   """Answers XLA's older propagation: the results' shardings."""
-  call = _AskedCall(shapes, shardings, result, None, config)
-  return call.told(call.solution()[2])
+  call = _PartitionedCall(shapes, shardings, result, None, config)
+  return call.result_sharding(call.solution()[2])

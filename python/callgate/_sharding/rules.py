@@ -47,7 +47,7 @@ class Rule:
 
   @classmethod
   def read(cls, text: str, operands: int, results: int) -> Rule:
-    """Reads the rule of a text that `text` made, for so many operands and results."""
+    """Reads a rule of these numbers of operands and results from its `text`."""
     sides, *marked = text.split("|")
     left, _, right = sides.partition("->")
 
@@ -58,7 +58,7 @@ class Rule:
     return cls(side(left, operands), side(right, results), whole, least)
 
   def closed(self) -> Rule:
-    """Returns the rule with all factors whole along which no part of the result can be computed."""
+    """Returns the rule with each factor whole along which a part of the call can't be computed."""
     given = set(itertools.chain(*self.operands))
     every = given.union(*self.results)
     others = ((set(term) - given) | (every - set(term)) for term in self.results)
@@ -186,7 +186,7 @@ class _Reader:
 def of_call(
   label: str, said: Any, operands: Sequence[Shape], results: Sequence[Shape], *, tap: bool = False
 ) -> Rule:
-  """Returns the rule of one lane's call, or of a tap: for None, "shard", "gather" or a text."""
+  """Returns the rule of a lane's call, or of a tap, for `sharding=`: None or a str."""
   if said is None or said == "gather":
     return gathered(operands, results)
   if said == "shard":

@@ -86,8 +86,8 @@ def plan(
 ) -> TilePlan:
   """Returns the tilings, nearest to the given ones, for a correct call on tiles by a closed rule.
 
-  The results' tilings come first: the program asks for them, and propagation made the operands'
-  tilings of them. A factor that may be split is split as in the first array that has it. It is
+  The results' tilings come first: the program asks for them, and propagation derived the operands'
+  tilings from them. A factor that may be split is split as in the first array that has it. It is
   whole if another array can't express that split, or if tiles would be uneven.
   """
   terms = [*rule.results, *rule.operands]
@@ -97,7 +97,7 @@ def plan(
   manual = next((t.manual for t in given if t.manual.any()), none)
   split: dict[int, tuple[int, np.ndarray]] = {}
 
-  def made(term: Sequence[int]) -> Tiling:
+  def tiling_of(term: Sequence[int]) -> Tiling:
     parts = [split.get(factor, (1, none)) for factor in term]
     index = np.array([column for _, column in parts], int).reshape(len(term), devices).T
     return Tiling(tuple(count for count, _ in parts), index, manual)
@@ -110,9 +110,9 @@ def plan(
       if factor in rule.least and shape[axis] == count:
         continue
       split[factor] = (count, tiling.index[:, axis])
-      if not all(made(other).expressible for other in terms if factor in other):
+      if not all(tiling_of(other).expressible for other in terms if factor in other):
         del split[factor]
-  found = [made(term) for term in terms]
+  found = [tiling_of(term) for term in terms]
   results = len(rule.results)
   return TilePlan(tuple(found[results:]), tuple(found[:results]), devices)
 

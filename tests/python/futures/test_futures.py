@@ -305,14 +305,14 @@ def test_a_call_that_finds_no_thread_is_an_error_and_leaves_nothing_to_wait_for(
   assert gate.start(1.0).result() == 1
 
 
-def test_a_line_whose_threads_are_all_that_there_are_waits_for_them(
+def test_a_queue_whose_threads_are_all_that_there_are_waits_for_them(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  line, ran, submit = job.Line(2), list[int](), job._callgate.submit
+  queue, ran, submit = job.CallQueue(2), list[int](), job._callgate.submit
   go_on, done = threading.Event(), threading.Event()
-  assert line.submit(lambda: go_on.wait(60))
+  assert queue.submit(lambda: go_on.wait(60))
   monkeypatch.setattr(job._callgate, "submit", lambda _: (_ for _ in ()).throw(RuntimeError()))
-  assert line.submit(lambda: (ran.append(1), done.set()))
+  assert queue.submit(lambda: (ran.append(1), done.set()))
   monkeypatch.setattr(job._callgate, "submit", submit)
   go_on.set()
   assert done.wait(60)

@@ -185,8 +185,8 @@ def test_values_lie_along_an_axis_of_an_explicit_mesh() -> None:
   mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
   with jax.set_mesh(mesh):
     x = jax.reshard(jnp.zeros((4, 2)), P())
-    assert jax.typeof(batching.lie_along("d", x)).sharding.spec == P("d", None)
-  assert batching.lie_along("d", X) is X
+    assert jax.typeof(batching.split_along("d", x)).sharding.spec == P("d", None)
+  assert batching.split_along("d", X) is X
 
 
 def test_results_of_operations_of_lanes_are_marked_where_they_are() -> None:

@@ -211,12 +211,12 @@ def test_types_of_explicitly_sharded_programs_say_where_values_lie() -> None:
     x = jax.reshard(jnp.zeros((4, 2)), P("d"))
     aval = jax.typeof(x)
     assert tracing.is_explicit([aval])
-    assert tracing.lies_explicitly([X, x])
+    assert tracing.are_explicit([X, x])
     assert tracing.spec_of(aval) == ["d", None]
     turned = tracing.with_spec(aval, [aval], [None, None])
     assert tracing.spec_of(turned) == [None, None]
-    assert jax.typeof(tracing.lie_as(turned, x)) == turned
-    assert [tracing.spec_of(jax.typeof(y)) for y in tracing.lie_whole([x])] == [[None, None]]
+    assert jax.typeof(tracing.reshard_as(turned, x)) == turned
+    assert [tracing.spec_of(jax.typeof(y)) for y in tracing.replicate([x])] == [[None, None]]
     assert tracing.types_of_results(lambda x: (x, x[:, 0]), [x])[0] == aval
     assert tracing.result_avals(lambda x: {"y": x}, x) == {"y": aval}
     assert jax.typeof(tracing.zeros_of(aval)) == aval
