@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation's code runs: each page's Python blocks, in order, in a fresh interpreter."""
 
+import colorsys
 import html
 import pathlib
 import re
@@ -124,6 +125,34 @@ def test_a_chart_is_legible_on_a_phone(chart):
   ):
     after = {"": 1, "middle": 0.5, "end": 0}[anchor] * 0.58 * size * len(html.unescape(label))
     assert float(x) + after <= width, label
+
+
+def test_a_diagram_with_small_text_scrolls_on_a_phone():
+  """Other pictures shrink to the page's width; site.css names those that don't."""
+  style = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
+  (narrow,) = re.findall(r"@media screen and \(max-width: 44.9em\) \{\n(.*?)\n\}", style, re.DOTALL)
+  parts = {part.strip('/"') for part in re.findall(r"\[src[*$]=(\S+?)\]", narrow)}
+  drawings = {*ROOT.glob("docs/*.svg"), *ROOT.glob("docs/assets/*.svg")} - {*CHARTS}
+  drawings = {drawing.name for drawing in drawings} - {"logo.svg"}
+  assert len(drawings) > 5
+  assert not [name for name in drawings if not any(part in name for part in parts)]
+
+
+def luminance(red, green, blue):
+  linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+  return sum(c * weight for c, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def test_colors_of_code_are_legible_in_the_dark_scheme():
+  """The contrast is that of WCAG, on the theme's ground of code: hsl(232, 15%, 18%)."""
+  style = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
+  (slate,) = re.findall(r'^\[data-md-color-scheme="slate"\].*?\{\n(.*?)\n\}', style, re.M | re.S)
+  ground = luminance(*colorsys.hls_to_rgb(232 / 360, 0.18, 0.15))
+  colors = re.findall(r"#(\w\w)(\w\w)(\w\w);", slate)
+  assert len(colors) == 3
+  for color in colors:
+    own = luminance(*(int(part, 16) / 255 for part in color))
+    assert (own + 0.05) / (ground + 0.05) >= 4.5, color
 
 
 def test_a_card_of_the_gallery_leads_to_a_page_with_the_code_in_sight():
