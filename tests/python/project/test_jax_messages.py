@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_tables import cells_of_jax
+from texts import cells_of_jax
 
 import callgate as cg
 

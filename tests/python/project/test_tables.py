@@ -8,6 +8,8 @@ import functools
 import re
 from pathlib import Path
 
+from texts import cells_of_jax
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = sorted((ROOT / "python" / "callgate").rglob("*.py"))
 NATIVE = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".cc", ".h"))
@@ -52,13 +54,6 @@ def test_environment_variables_that_the_code_reads_are_those_of_the_page() -> No
 
 
 # --- messages ----------------------------------------------------------------------------------
-def cells_of_jax() -> list[str]:
-  """The messages that JAX and XLA raise; test_jax_messages.py raises each."""
-  text = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
-  (rows,) = re.findall(r"^\| JAX's message .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
-  return [row.split("|")[1].strip() for row in rows.splitlines()]
-
-
 @functools.cache
 def messages() -> list[str]:
   """Texts of the code, each whole, with f-strings' values and C++'s insertions left out."""
@@ -78,7 +73,7 @@ def messages() -> list[str]:
 def test_messages_of_the_page_are_messages_of_the_code() -> None:
   wrong = []
   for cell in cells("messages.md", 0):
-    if "JAX's message" in cell or cell in cells_of_jax():
+    if cell == "JAX's message" or cell in cells_of_jax():
       continue
     (text,) = re.findall(r"`([^`]+)`", cell)[:1]
     pieces = [piece for piece in text.split("…") if piece.strip(" :,")]

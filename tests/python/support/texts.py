@@ -38,3 +38,10 @@ def words(file: Path) -> str:
   documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
   nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
   return FENCE.sub("", "\n".join([*comments, *(ast.get_docstring(n) or "" for n in nodes)]))
+
+
+def cells_of_jax() -> list[str]:
+  """The messages of JAX and XLA in docs/messages.md; test_jax_messages.py raises each."""
+  text = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
+  (rows,) = re.findall(r"^\| JAX's message .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+  return [row.split("|")[1].strip() for row in rows.splitlines()]
