@@ -271,6 +271,11 @@ class NumbaKernel(CpuKernel):
 
   def types_of_key(self, key: str) -> CallTypes:
     """Returns the types and static values in a `variant_key`."""
+    if "->" not in key:
+      raise GateDefinitionError(
+        f"{self.label}: expected a call of a Numba kernel, got a program whose kernel of this name "
+        "is of another kind; define the same kind of kernel here"
+      )
 
     def types(text: str) -> tuple[Type, ...]:  # from "float32:2,bool:0"
       pairs = (part.split(":") for part in text.split(",") if part)

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from interpreters import printed_by
@@ -204,3 +205,20 @@ def test_machine_code_that_others_may_have_written_is_not_used(steps: Any) -> No
 
 def test_a_cache_that_can_t_be_written_does_no_harm(steps: Any) -> None:
   assert steps["blocked"] == steps["first"]
+
+
+# -- programs from elsewhere ---------------------------------------------------------------------
+def test_a_program_of_a_kernel_of_another_kind_is_refused() -> None:
+  source = "void twice(cg::In<float, 1> x, cg::Out<float, 1> y) { y[0] = 2 * x[0]; }"
+  kernel = cg.cpp(source, out=like_x, name="test other kind")
+  exported = jax.export.export(jax.jit(kernel), disabled_checks=cg.export_checks())(X[:1])
+  program = exported.serialize()
+  del kernel, exported
+  jax.clear_caches()
+
+  def twice(y: Any, x: Any) -> None:
+    y[0] = 2 * x[0]
+
+  kernel = cg.numba(twice, out=like_x, name="test other kind")
+  with pytest.raises(cg.GateDefinitionError, match="of another kind; define the same"), cg.errors():
+    jax.export.deserialize(program).call(X[:1])
