@@ -219,6 +219,7 @@ def test_a_program_of_a_kernel_of_another_kind_is_refused() -> None:
   def twice(y: Any, x: Any) -> None:
     y[0] = 2 * x[0]
 
-  kernel = cg.numba(twice, out=like_x, name="test other kind")
+  own = cg.numba(twice, out=like_x, name="test other kind")
   with pytest.raises(cg.GateDefinitionError, match="of another kind; define the same"), cg.errors():
     jax.export.deserialize(program).call(X[:1])
+  del own
