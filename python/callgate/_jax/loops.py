@@ -73,7 +73,7 @@ def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], lis
 # Primitives that run their only jaxpr on their operands in the lowered program (0.10 to 0.12).
 _CALLS = frozenset((
   "jit", "pjit", "call", "core_call", "closed_call", "checkpoint", "remat", "remat2",
-  "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call",
+  "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "linear_call",
 ))  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def called(eqn: Any) -> Any:
   """Returns the only jaxpr that a call runs on its operands; else None (0.10 to 0.12)."""
   if eqn.primitive.name not in _CALLS:
     return None
-  names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
+  names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee", "call")
   return next(it for it in map(eqn.params.get, names) if it is not None)
 
 

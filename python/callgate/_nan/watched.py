@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Watch:
     control = {
       "cond": self._cond, "scan": self._scan, "while": self._while, "shard_map": self._shard_map,
     }  # fmt: skip
-    return control.get(eqn.primitive.name, None if loops.called(eqn) is None else self._call)
+    return control.get(eqn.primitive.name, None if loops.runs(eqn) is None else self._call)
 
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(
@@ -206,7 +206,8 @@ class Watch:
 
   # -- equations that hold others ------------------------------------------------------------------
   def _call(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    return self._jaxpr(loops.called(eqn), ins, state, place.inside(eqn))
+    jaxpr, operands = cast("tuple[Any, list[int]]", loops.runs(eqn))
+    return self._jaxpr(jaxpr, [ins[i] for i in operands], state, place.inside(eqn))
 
   def _cond(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     values, origins = _split(ins, state)

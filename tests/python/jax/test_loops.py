@@ -266,6 +266,10 @@ def test_an_equation_that_is_lowered_to_a_jaxpr_tells_it() -> None:
   assert loops.runs(scan) is None
   assert loops.runs(solve) is not None
   assert [*map(loops.called, (scan, solve))] == [None, None]
+  twice = jax.custom_batching.custom_vmap(lambda x: 2 * x)
+  twice.def_vmap(lambda size, batched, x: (2 * x, True))
+  mapped = equation("custom_vmap_call", twice, X)
+  np.testing.assert_array_equal(tracing.jaxpr_as_fun(loops.called(mapped))(X)[0], 2 * X)
 
 
 def test_some_programs_take_the_old_checkpoint() -> None:

@@ -187,6 +187,19 @@ def test_branches_jits_and_rules_of_users() -> None:
     assert cg.find_nan(wrap(jnp.log))(-1.0).primitive == "log"
 
 
+def test_the_functions_of_custom_vmap_and_of_linear_solves() -> None:
+  logarithm = lambda x: jnp.log(x)
+  mapped = jax.custom_batching.custom_vmap(logarithm)
+  mapped.def_vmap(lambda size, batched, x: (jnp.log(x), True))
+  solve = lambda _, b: jnp.log(b)
+  solved = lambda b: jax.lax.custom_linear_solve(lambda x: 2 * x, b, solve, symmetric=True)
+  for f in (mapped, solved, jax.jit(mapped), jax.vmap(mapped), jax.vmap(solved)):
+    report = cg.find_nan(f)(jnp.array([1.0, -1.0]))
+    assert (report.primitive, report.index) == ("log", (1,))
+  report = cg.find_nan(lambda x: jax.lax.scan(lambda c, x: (c, mapped(x)), 0, x))(-X)
+  assert (report.primitive, report.step) == ("log", 0)
+
+
 def test_a_gradient_that_where_does_not_save() -> None:
   f = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum()
   assert cg.find_nan(f)(jnp.zeros(3)) is None
