@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import arithmetic
+import asked
 import bodies
 import calls
 import checks
@@ -13,8 +14,10 @@ import control_flow
 import counted
 import derivatives
 import forms
+import in_order
 import lanes
 import loops
+import old_interfaces
 import parts
 import references
 import simulators

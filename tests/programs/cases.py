@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import asked
 import calls
 import checks
 import control_flow
@@ -68,6 +69,8 @@ class Case:
       lines.append(f"ARMED, ARMED_RAN = {self.armed!r}, {ran}")
     if self.way in checks.WAYS:
       lines.append(f"FAILING = {machine.failing}")
+    if not twin:
+      lines += asked.lines(self.program, self.way, machine)
     return "\n".join([*lines, WAYS[self.way].strip("\n"), ""])
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from oracle import Lane, Machine, decided
 from program import Array, Body, Context, Op, Scope, Step, Values, Writer, drawn, tuple_text
 
+MANY = 30  # steps of a long loop: more than calls may be within each other
 FORI = ("fori", "cg.fori_loop")
 LOOPS = (
   *("jax.lax.scan", "cg.scan", "cg.scan stoppable", "cg.scan with a bar", "cg.scan saving"),
@@ -45,7 +46,8 @@ class Scan(WithBody):
 
   @property
   def transformation(self) -> str:  # type: ignore[override]
-    return "scan from the end" if self.reverse else "scan"
+    many = " of many steps" if self.length == MANY else ""
+    return ("scan from the end" if self.reverse else "scan") + many
 
   @property
   def part(self) -> str:  # type: ignore[override]
@@ -151,7 +153,8 @@ def scan(scope: Scope, context: Context) -> bool:
   xs = [var for var in scope.vars if var.type.shape and 0 < var.type.shape[0] <= 3]
   with_xs = bool(xs) and loop not in FORI and scope.draw(st.booleans())
   x = [scope.draw(st.sampled_from(xs))] if with_xs else []
-  length = x[0].type.shape[0] if with_xs else scope.draw(st.integers(1, 3))
+  many = () if context.depth else (MANY,)
+  length = x[0].type.shape[0] if with_xs else scope.draw(st.sampled_from((1, 2, 3, 2, 3, *many)))
   parameters = parameters_of(scope, carry)
   slices = [scope.new(x[0].type.with_shape(*x[0].type.shape[1:]))] if with_xs else []
   inside = scope.inner([*parameters, *slices], refs=True)

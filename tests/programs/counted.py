@@ -117,6 +117,16 @@ LANES = {
     "jax.vmap(jax.vmap(lambda x: jax.lax.while_loop(lambda s: s[0] < (jnp.sum(x) > 2.7),"
     " lambda s: (s[0] + 1, {tap}(s[1])), (0, x))[1]))"
   ),
+  # A collective needs all lanes: those that don't take the branch run it, too.
+  "a branch with a collective in two vmaps": (
+    "jax.vmap(jax.vmap(lambda x: jax.lax.cond(jnp.sum(x) > 2.7,"
+    " lambda x: {tap}(x) + 0 * jax.lax.psum(x, '{name}'), lambda x: x, x), axis_name='{name}'))"
+  ),
+  "a loop from the end in a branch in two vmaps": (
+    "jax.vmap(jax.vmap(lambda x: jax.lax.cond(jnp.sum(x) > 2.7, lambda x: x + 0 * jax.lax.scan("
+    "lambda c, k: (0.5 * {tap}(c) + k, None), x, jnp.arange(3.0), reverse=True)[0],"
+    " lambda x: x, x)))"
+  ),
 }
 
 
@@ -125,12 +135,17 @@ class LaneTap(Part):
   """A tap in two `vmap`s of its own, which tells in which of their lanes each value is.
 
   The lanes are the operand plus 0, 1, ... 5; the result is the operand.
+  `where`: above this sum alone.
   """
 
-  part = "tap of lanes"
   name: str
   kind: str
   type: Array
+  where: float | None = None
+
+  @property
+  def part(self) -> str:  # type: ignore[override]
+    return "tap of lanes" + ("" if self.where is None else " where")
 
   def definitions(self) -> Sequence[str]:
     return [
@@ -140,9 +155,15 @@ class LaneTap(Part):
     ]
 
   def text(self, x: str) -> str:
+    where = "" if self.where is None else f", where=jnp.sum(x) > {self.where}"
+    return self._in_lanes(x, f"(lambda x: cg.tap(x, {self.name}{where}))")
+
+  def twin(self, x: str) -> str:
+    return self._in_lanes(x, "(lambda x: x)")
+
+  def _in_lanes(self, x: str, tap: str) -> str:
     lanes = f"jnp.stack([jnp.stack([{x} + 3 * i + j for j in range(3)]) for i in range(2)])"
-    function = LANES[self.kind].format(tap=f"(lambda x: cg.tap(x, {self.name}))")
-    return f"{function}({lanes})[0, 0]"
+    return f"{LANES[self.kind].format(tap=tap, name=self.name)}({lanes})[0, 0]"
 
   @each_lane
   def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
@@ -151,11 +172,20 @@ class LaneTap(Part):
       if self.kind.endswith("in a branch") and not decided(stacked(row), 2.7):
         continue
       for j, value in enumerate(row):
-        if self.kind.startswith(("a branch", "a while")) and not decided(value, 2.7):
+        if self.kind.startswith(("a branch", "a while", "a loop")) and not decided(value, 2.7):
           continue
         at = lane.into(f"lane {self.name} outer", i).into(f"lane {self.name}", j)
-        machine.note(at, self.name, value, np.zeros(self.type.shape) + 10 * i + j)
+        for one in self._tapped(value):
+          if self.where is None or decided(one, self.where):
+            machine.note(at, self.name, one, np.zeros(self.type.shape) + 10 * i + j)
     return [x]
+
+  def _tapped(self, x: Any) -> list[Any]:
+    """The values that a lane taps, one after another."""
+    tapped = [x]
+    for k in (2.0, 1.0) if self.kind.startswith("a loop from the end") else ():
+      tapped.append(duals.shifted(duals.scaled(tapped[-1], 0.5), k))
+    return tapped
 
 
 @drawn("part")
@@ -164,6 +194,7 @@ def lane_tap(scope: Scope, context: Context) -> bool:
   if context.order:
     kinds.remove("a while in two vmaps")
   kind = "two vmaps" if context.axes else scope.draw(st.sampled_from(kinds))
+  where = scope.draw(st.sampled_from([None, 1.3, 3.3]))  # of more lanes than the branch, of fewer
   var = a_float(scope)
-  scope.add(LaneTap(scope.name("tap"), kind, var.type), [var], var.type)
+  scope.add(LaneTap(scope.name("tap"), kind, var.type, where), [var], var.type)
   return True

@@ -17,6 +17,7 @@ FEW = 3
 TRIES = 3  # where a scope has nothing for an operation
 # Axes have different extents, so that one can't be taken for another.
 SHAPES = [(), (2,), (3,), (1,), (2, 3), (4,), (0,), (1, 2, 3), (3, 0), (2, 1, 3), (3, 2, 1)]
+SHAPES.append((160,))  # XLA runs calls side by side only where an array has more than 512 bytes
 
 
 def grow(scope: Scope, context: Context) -> None:

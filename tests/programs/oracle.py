@@ -68,6 +68,7 @@ class Machine:
     self.events: list[tuple[Event, Lane]] = []
     self.stopped = False  # `cg.stop` was called in this execution
     self.failing: dict[str, list[float]] = {}  # checks that fail, with what they say of each time
+    self.nans: list[str] = []  # operations that can make a NaN, each time that one runs
     self.taken: dict[str, int] = {}  # how many items of each feed
     self._items: dict[tuple[str, Any], int] = {}
     self.levels = 0
@@ -75,7 +76,7 @@ class Machine:
   def call(self, program: Program) -> tuple[list[np.ndarray], list[tuple[Event, Lane]]]:
     """Runs the program once: its results, and its events."""
     self.events, self.stopped = [], False
-    self.failing, self.taken, self._items = {}, {}, {}
+    self.failing, self.taken, self._items, self.nans = {}, {}, {}, []
     (results,) = self.run(program.body, [Lane()], [{}], [list(program.inputs)])
     return [plain(x) for x in results], self.events
 

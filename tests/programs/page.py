@@ -11,7 +11,7 @@ from refusals import REFUSALS
 
 # Each row with a pattern of the part names that it counts, without their effect.
 ROWS = {
-  "`gate`": "gate",
+  "`gate`": "gate( from several places)?",
   "`gate`, `style='inplace'`": "gate inplace.*",
   "`gate`, `vmap='whole'`": "gate whole.*|gate inplace whole.*|broadcast",
   "`gate`, `run_on=` threads, executors": ".* on (its own|a named) thread|.* on an executor",
@@ -24,28 +24,29 @@ ROWS = {
   "`tap`, `ordered=True`": "tap ordered.*",
   "`tap` to a channel": "tap( where)? to a channel.*",
   "`tap`, `where=`": "tap where.*",
-  "`tap`, `every=`, of lanes": "tap every|tap of lanes",
+  "`tap`, `every=`, of lanes": "tap every|tap of lanes.*",
   "`tap` in the flow of data": "tap dataflow.*",
   "`print`": "print",
   "`check`": "check.*",
   "`breakpoint`": "breakpoint",
   "`hold`, `use`": "hold|use|handles|.*object.*",
+  "`find_nan`": "find_nan",
   "`knob`": "knob",
   "`feed`": "feed.*",
   "kernels": "kernel.*|elementwise.*|numba.*|C kernel.*",
   "`torch`": "torch",
   "environments": "envs",
-  "`root`, `linear_solver`": "root|solver|linear solver",
+  "`root`, `linear_solver`": "root.*|linear_solver.*",
   "`scan`, `fori_loop`, `while_loop`": r"cg\..*",
   "`stop`": "stop",
   "JAX's callbacks under `install`": "install.*",
-  "`buffer_callback`, `host_callback`": "buffer_callback|id_tap|call of 2023",
+  "`buffer_callback`, `host_callback`": "buffer_callback|id_tap.*|call of 2023",
 }
 # Each column with a pattern of the transformations around a part, or ways to run it.
 COLUMNS = {
   "`jit`": "jit.*|way: (jit|ahead of time|donated|caches cleared|tracer leaks|check_writes)",
   "no `jit`": "way: (without jit|disable_jit)",
-  "`scan`, `fori_loop`, `map`": "scan|fori_loop|map|associative_scan|way: scan around",
+  "`scan`, `fori_loop`, `map`": "scan.*|fori_loop|map|associative_scan.*|way: scan around",
   "`while_loop`": "while",
   "`cond`, `switch`": "cond|switch",
   "`vmap`": "vmap|way: vmap around",
@@ -65,6 +66,7 @@ COLUMNS = {
   "Ctrl-C": "way: interrupted",
   "recorded, resumed": "way: (recorded|resumed)",
   "JAX's engine": "way: (engine jax|cg.install|debug_nans)",
+  "`verify`, `find_nan`": "way: (verified|find_nan)",
 }
 HEAD = """
 ## Random programs

@@ -72,7 +72,7 @@ def tap(scope: Scope, context: Context) -> bool:
   return True
 
 
-class _Same(Part):
+class Same(Part):
   """A part that gives its operand."""
 
   @each_lane
@@ -81,7 +81,7 @@ class _Same(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Check(_Same):
+class Check(Same):
   part = "check"
 
   def text(self, x: str) -> str:
@@ -92,7 +92,7 @@ class Check(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
-class Print(_Same):
+class Print(Same):
   part = "print"
 
   def text(self, x: str) -> str:
@@ -103,7 +103,7 @@ class Print(_Same):
 
 
 @dataclasses.dataclass(frozen=True)
-class Breakpoint(_Same):
+class Breakpoint(Same):
   part = "breakpoint"
 
   def text(self, x: str) -> str:
@@ -132,7 +132,7 @@ class Knob(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hold(_Same):
+class Hold(Same):
   """Makes an object of the host of its operand; the result is a handle."""
 
   part = "hold"
@@ -203,7 +203,7 @@ def objects(scope: Scope, context: Context) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed(_Same):
+class Feed(Same):
   """Adds the next item of a feed, whose items are all 0."""
 
   part = "feed"
@@ -239,89 +239,7 @@ class Root(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferCallback(Part):
-  """`buffer_callback` of the old interface, with an effect: -x."""
-
-  part = "buffer_callback"
-  name: str
-  type: Array
-
-  def definitions(self) -> Sequence[str]:
-    return [
-      "from callgate.compat import buffer_callback",
-      f"def {self.name}_host(context, out, x):\n  x = np.asarray(x)\n"
-      f"  note('{self.name}', {self.type.shape}, x)\n  np.asarray(out)[...] = -x\n",
-    ]
-
-  def twin(self, x: str) -> str:
-    return f"-{x}"
-
-  def text(self, x: str) -> str:
-    shape = f"jax.ShapeDtypeStruct({self.type.shape}, 'float32')"
-    options = "has_side_effect=True, vmap_method='sequential'"
-    return f"buffer_callback.buffer_callback({self.name}_host, {shape}, {options})({x})"
-
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    machine.note(lane, self.name, x)
-    return [duals.scaled(x, -1.0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class IdTap(_Same):
-  """`id_tap` of the old interface, of 2023."""
-
-  part = "id_tap"
-  name: str
-  type: Array
-
-  def definitions(self) -> Sequence[str]:
-    return [
-      "from callgate.compat import host_callback_2023",
-      f"def {self.name}(value, transforms):\n"  # the lanes' axes are where vmap found them
-      "  for k, (_, how) in enumerate(reversed(transforms)):\n"
-      "    value = np.moveaxis(value, k + how['batch_dims'][0], k)\n"
-      f"  note('{self.name}', {self.type.shape}, value)\n",
-    ]
-
-  def text(self, x: str) -> str:
-    return f"host_callback_2023.id_tap({self.name}, {x})"
-
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    machine.note(lane, self.name, x)
-    return [x]
-
-
-@dataclasses.dataclass(frozen=True)
-class OldCall(Part):
-  """`call` of the old interface, of 2023: -x."""
-
-  part = "call of 2023"
-  refuses = True
-  name: str
-  type: Array
-
-  def definitions(self) -> Sequence[str]:
-    return [
-      "from callgate.compat import host_callback_2023",
-      f"def {self.name}(x):\n  note('{self.name}', {self.type.shape}, x)\n  return -x\n",
-    ]
-
-  def twin(self, x: str) -> str:
-    return f"-{x}"
-
-  def text(self, x: str) -> str:
-    return f"host_callback_2023.call({self.name}, {x}, result_shape={x})"
-
-  @each_lane
-  def run(self, machine: Machine, lane: Lane, x: Any) -> Values:
-    machine.note(lane, self.name, x)
-    return [duals.scaled(x, -1.0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop(_Same):
+class Stop(Same):
   """A gate that asks the stoppable loops of its program to stop."""
 
   part = "stop"
@@ -354,12 +272,8 @@ def stop(scope: Scope, context: Context) -> bool:
   return True
 
 
-def _old_of(make: Callable[[str, Array], Op]) -> Callable[[Scope, Array], Op]:
-  return lambda scope, type_: make(scope.name("old"), type_)
-
-
-# Parts that may stand under a derivative, and parts without one. Each is made for a float's type.
-DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
+# Parts that may stand under a derivative. Each is made for a float's type.
+OTHERS: dict[str, Callable[[Scope, Array], Op]] = {
   "check": lambda scope, type_: Check(),
   "print": lambda scope, type_: Print(),
   "breakpoint": lambda scope, type_: Breakpoint(),
@@ -367,25 +281,14 @@ DIFFERENTIABLE: dict[str, Callable[[Scope, Array], Op]] = {
   "feed": lambda scope, type_: Feed(scope.name("feed")),
   "root": lambda scope, type_: Root(),
 }
-_OLD_IN_LANES = "buffer_callback", "id_tap"
-WITHOUT_DERIVATIVE: dict[str, Callable[[Scope, Array], Op]] = {
-  "buffer_callback": _old_of(BufferCallback),
-  "id_tap": _old_of(IdTap),
-  "call": _old_of(OldCall),
-}
 
 
 @drawn("part")
 @drawn("part")
 def other(scope: Scope, context: Context) -> bool:
   var = a_float(scope)
-  makers = DIFFERENTIABLE if context.order else {**DIFFERENTIABLE, **WITHOUT_DERIVATIVE}
+  names = list(OTHERS)
   if context.order > 1:  # the lanes of `hessian` take an item each
-    makers = {name: make for name, make in makers.items() if name != "feed"}
-  if context.branch:  # where `vmap` has JAX run all branches, the old calls run for all lanes
-    makers = {name: make for name, make in makers.items() if name not in _OLD_IN_LANES}
-  if context.lanes or context.devices:
-    makers = {name: make for name, make in makers.items() if name != "call"}
-  make = makers[scope.draw(st.sampled_from(list(makers)))]
-  scope.add(make(scope, var.type), [var], var.type)
+    names.remove("feed")
+  scope.add(OTHERS[scope.draw(st.sampled_from(names))](scope, var.type), [var], var.type)
   return True

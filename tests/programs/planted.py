@@ -31,7 +31,7 @@ ROOT = HERE.parents[1]
 PATCHES = HERE / "planted"
 BUILT = ROOT / "build" / "planted"  # the tree in which C++ faults are built, one after the other
 SOURCES = ("include", "src", "cmake", "python", "CMakeLists.txt", "pyproject.toml")
-SOURCES += ("README.md", "LICENSE", "tools")
+SOURCES += ("README.md", "LICENSE", "packaging", "tools")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +192,10 @@ DRAWS = {
   "differences": ("ruled",), "other arguments": ("ruled",),
   "check that decides": ("check",), "feed of numbers": ("counted_feed",),
   "tap of lanes": ("lane_tap",), "tap every": ("every_tap",), "handles": ("handles",),
-  "kernel": ("kernel",), "broadcast along": ("kernel",),
+  "kernel": ("kernel",), "broadcast along": ("kernel",), "several places": ("in_order",),
 }  # fmt: skip
-DRAWS |= dict.fromkeys(("root", "knob", "breakpoint", "id_tap"), ("other",))
+DRAWS |= dict.fromkeys(("root", "knob", "breakpoint"), ("other",))
+DRAWS |= dict.fromkeys(("id_tap", "callback"), ("old_interface",))
 
 
 def prefer(fault: Fault, times: int) -> None:

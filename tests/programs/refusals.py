@@ -13,6 +13,7 @@ REFUSALS = {
   "untyped custom call to xla.sdy": "the same for ordered calls, which XLA runs on one device",
   "non-canonical constant of type ndarray": "JAX's own rules under `vmap` refuse a NumPy constant",
   "zero-length scan is not supported in disable_jit": "JAX has no such scans",
+  r"safe_zip\(\) argument 1 has length 0.*\(1, 0\)": "JAX can't export ordered calls of constants",
   "other processes don't have its function": "an exported program can't hold a tap's function",
   r"No module named 'program_\d+'": "the program's class doesn't exist in another process",
   "argument to custom_linear_solve as a JAX value": "JAX lacks linear solves' second derivatives",

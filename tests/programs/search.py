@@ -24,10 +24,12 @@ import calls
 import checks
 import counts
 import forms
+import in_order
 import judge
 import lanes
 import loops
 import numpy as np
+import old_interfaces
 import parts
 import refusals
 from cases import Case, cases
@@ -37,7 +39,7 @@ from oracle import Ambiguous, Event, Lane, Machine
 from program import DRAWN, Program
 from ways import HEAD, NEEDS_ERRORS, OVER_DEVICES, SPLIT, TWINS
 
-TIMEOUT = 60.0  # seconds, after which a program counts as hanging
+TIMEOUT = 60.0  # seconds on an idle machine, after which a program counts as hanging
 SHRINKING = 90.0  # seconds at most for one finding
 PROGRAMS_A_CHILD = 150
 OF_ARMED = ("AssertionError", "Planned", "KeyboardInterrupt")  # which a twin may raise otherwise
@@ -107,7 +109,7 @@ class Child:
     self._runs += 1
     try:
       self._connection.send((source, self._runs, keeps))
-      if self._connection.poll(TIMEOUT):
+      if self._connection.poll(TIMEOUT * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))):
         return self._connection.recv()
       kind = "hangs"
     except (EOFError, OSError):
@@ -116,16 +118,21 @@ class Child:
     if kind == "hangs":
       self._process.send_signal(signal.SIGUSR1)  # it writes the stacks of its threads
       time.sleep(1)
-      self._process.kill()
+      self._kill()
     status = self._process.wait()
     self._output.seek(0)
     output = self._output.read().decode(errors="replace")[-3000:]
     self.close()
     return {"raised": kind, "message": f"exit status {status}: {output}", "traceback": output}
 
+  def _kill(self) -> None:
+    """Kills the process, and those that its program has started."""
+    if self._process is not None and self._process.poll() is None:
+      os.killpg(self._process.pid, signal.SIGKILL)
+
   def close(self) -> None:
     if self._process is not None:
-      self._process.kill()
+      self._kill()
       self._process.wait()
       self._connection.close()
       self._output.close()
@@ -284,20 +291,24 @@ class Explorer:
 def _ordered(program: Program) -> list[set[str]]:
   """Sets of names whose events come in the program's order: gates, the taps of a channel, ..."""
   gates, callbacks, functions, old, channels = set(), set(), set(), set(), []
+  far = set()  # in workers, whose notes come at the end
   for op in program.body.ops():
     if isinstance(op, (calls.Call, forms.FormCall)) and op.effect == "ordered":
       installed = isinstance(op, calls.Call) and op.form == "install"
-      (callbacks if installed else gates).add(op.name)
+      in_workers = isinstance(op, forms.FormCall) and op.kind == "in workers"
+      (callbacks if installed else far if in_workers else gates).add(op.name)
     if isinstance(op, loops.Tickets) and op.is_named and "scan" in op.kind:
       channels.append({op.name})
-    if isinstance(op, parts.IdTap):
+    if isinstance(op, old_interfaces.IdTap):
       old.add(op.name)
+    if isinstance(op, in_order.InOrder):
+      {"tap ordered": functions, "gate ordered": gates, "id_tap": old}[op.kind].add(op.name)
     if isinstance(op, parts.Tap) and op.ordered:
       if op.channel:
         channels.append({op.name})
       else:
         functions.add(op.name)
-  return [gates, callbacks, functions, old, *channels]
+  return [gates, far, callbacks, functions, old, *channels]
 
 
 def search(

@@ -36,6 +36,15 @@ def _half(x: Any) -> Any:
   return duals.scaled(x, 0.5)
 
 
+def _matrix(x: Any) -> Any:
+  """The diagonal of the systems' matrix."""
+  return duals.shifted(duals.tanh(x), 2.0)
+
+
+def _divided(x: Any, by: Any) -> Any:
+  return duals.mul(x, duals.inverse(by))
+
+
 # The text on `x`, the same without callgate, and what it gives; `half` is 0.5 * x.
 SOLVED = {
   "associative_scan": ("jax.lax.associative_scan(added, {x})", "jnp.cumsum({x}, 0)", _summed),
@@ -59,13 +68,27 @@ SOLVED = {
   "linear_solver": (
     "solver(2 + jnp.tanh({x}), {x})",
     "{x} / (2 + jnp.tanh({x}))",
-    lambda x: duals.mul(x, duals.inverse(duals.shifted(duals.tanh(x), 2.0))),
+    lambda x: _divided(x, _matrix(x)),
+  ),
+  "linear_solver, factored once": (
+    "with_factor({x}, lambda a, x, f: solver(a, x, factor=f))",
+    "{x} / (2 + jnp.tanh({x}))",
+    lambda x: _divided(x, _matrix(x)),
+  ),
+  "linear_solver, factored for a loop": (
+    "with_factor({x}, lambda a, x, f: jax.lax.fori_loop(0, 2,"
+    " lambda _, b: solver(a, b, factor=f), x))",
+    "{x} / (2 + jnp.tanh({x})) ** 2",
+    lambda x: _divided(_divided(x, _matrix(x)), _matrix(x)),
   ),
   "root of a gate": ("root_of(half({x}), half({x}))", "0.25 * {x} + 0.25", None),
 }
 _SOLVER = """\
 solver = cg.linear_solver(factor=lambda a: a.copy(), solve=lambda f, b: b / f,
   solve_transposed=lambda f, b: b / f, matvec=lambda a, x: a * x)
+def with_factor(x, use):
+  a = 2 + jnp.tanh(x)
+  return use(a, x, solver.factor(a))
 """
 _ROOT = """\
 root_of = cg.root(lambda x, theta: x - (theta * 0.5 + 0.25),
@@ -80,8 +103,12 @@ class Solved(Op):
   kind: str
 
   @property
+  def part(self) -> str:  # type: ignore[override]
+    return self.kind if self.kind.startswith(("linear_solver", "root")) else ""
+
+  @property
   def transformation(self) -> str:  # type: ignore[override]
-    return self.kind
+    return "" if self.part else self.kind
 
   def write(self, writer: Writer, step: Step) -> None:
     text, twin, _ = SOLVED[self.kind]

@@ -374,7 +374,8 @@ execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
   **APART,
   **FURTHER,
 }
-TWINS = {"resumed": "scan around"}  # of a way with a gate of its own: JAX has such a loop, too
+# Of a way with a gate of its own: JAX has such a loop, too. Of ways that ask callgate alone.
+TWINS = {"resumed": "scan around", "find_nan": "jit", "verified": "jit"}
 NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
 NEEDS_ERRORS += ("an error at a barrier",)
 # A stop reaches the programs that were dispatched before: there are several, or one for all calls.
@@ -382,7 +383,7 @@ NOT_STOPPED = (
   *("without jit", "disable_jit", "two threads", "forty under way", "an error", "interrupted"),
   *("an error without jit", "engine jax", "debug_nans", "recorded", "scan around", "exported"),
   *("two programs at once", "threads in a hurry", "an error later", "resumed"),
-  *("exported to another process", "an error at a barrier", *FURTHER),
+  *("exported to another process", "an error at a barrier", "verified", *FURTHER),
 )
 # Programs that save at once would share a folder, and so would lanes.
 NOT_SAVED = (

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to run a program in processes of its own. Each costs seconds, so few programs take one.
+"""Ways that cost seconds each, so few programs take one: in processes of their own, mostly.
 
 The program's file runs again there, with what stands in `PROGRAMS_FOLDER`, and leaves its calls.
 """
 
 from __future__ import annotations
+
+import asked
 
 _ELSEWHERE = """
 import pickle
@@ -19,7 +21,7 @@ def elsewhere(first=""):
     file.write(f"{first}\\nNAMES = {NAMES!r}\\n{source}")
   environment = {**os.environ, "PROGRAMS_FOLDER": folder}
   done = subprocess.run([sys.executable, at("program.py")], env=environment, capture_output=True,
-    text=True, timeout=50)
+    text=True)
   assert done.returncode == 0, done.stderr[-3000:]
   with open(at("calls"), "rb") as file:
     calls.extend(pickle.load(file))
@@ -33,6 +35,7 @@ folder = folder or tempfile.mkdtemp()
 """
 
 APART = {
+  **asked.APART,
   "exported to another process": _ELSEWHERE
   + """
 from jax import export

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import asked
 import checks
 import loops
 import parts
 from calls import Call
 from forms import FormCall
+from in_order import InOrder
 from program import Op, Program
 
 _ANOTHER_ORDER = """
@@ -57,6 +59,7 @@ execute(1, lambda: [run(*inputs)])
 
 FURTHER = {
   **checks.WAYS,
+  **asked.WAYS,
   "bars": _BARS,
   "knobs set": _KNOBS,
   "recorded, replayed in another order": _ANOTHER_ORDER,
@@ -68,6 +71,7 @@ _NOT_COUNTED = (
   *("an error without jit", "interrupted", "replicated", "explicit mesh", "shard_map around"),
   *("partial shard_map around", "sharded", "uneven", "explicitly sharded", "knobs set"),
   "disable_jit",
+  asked.FIND_NAN,
   *checks.WAYS,
 )
 
@@ -79,6 +83,7 @@ def _replays_in_order(op: Op) -> bool:
   """
   kinds = parts.Feed, parts.Stop, parts.Hold, loops.Handles
   ordered = isinstance(op, (Call, FormCall)) and op.effect == "ordered"
+  ordered = ordered or (isinstance(op, InOrder) and op.kind == "gate ordered")
   return ordered or isinstance(op, kinds)
 
 
@@ -86,11 +91,17 @@ def fitting(ways: Sequence[str], program: Program) -> list[str]:
   """The ways of these in which the program's parts can run."""
   ops = list(program.body.ops())
   is_checked = any(isinstance(op, checks.Decided) for op in ops)
+  has_nan = any(isinstance(op, asked.MaybeNan) for op in ops)
   found = [way for way in ways if (way in checks.WAYS) == is_checked]
+  found = [way for way in found if (way == asked.FIND_NAN) == has_nan]
+  if asked.verified(program) is None:
+    found = [way for way in found if way != asked.VERIFIED]
   if any(op.counts for op in ops):
     found = [way for way in found if way not in _NOT_COUNTED]
   if any(op.refuses for op in ops):
     found = [way for way in found if way not in ("vmap around", "grad around")]
+  if any(op.part.startswith("id_tap") for op in ops):  # they run again in a `checkpoint`
+    found = [way for way in found if way != "grad around"]
   if not any(isinstance(op, parts.Knob) for op in ops):
     found = [way for way in found if way != "knobs set"]
   if any(op.counts or _replays_in_order(op) for op in ops):

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "programs"))
 
+import asked
 import checks
 import counted
 import counts
 import duals
+import in_order
 import judge
 import page
 import planted
@@ -119,6 +121,26 @@ def test_a_program_whose_parts_count_runs_alone() -> None:
   assert fits(counted.CountedFeed("feed")) == ["jit"]
   assert fits(checks.Decided("check", 0.5)) == ["checks"]
   assert fits(Unary("half")) == ["jit", "two threads"]
+
+
+def test_a_program_that_may_make_a_nan_is_asked_where_it_comes_from() -> None:
+  x, y = (Var(i, Array((2,), "float32")) for i in range(2))
+  nan = asked.MaybeNan("nan1", "log")
+  program = Program(Body((x,), (Step(nan, (x,), (y,)),), (y,)), (np.zeros(2),))
+  assert ways_further.fitting(["jit", asked.FIND_NAN, asked.VERIFIED], program) == [asked.FIND_NAN]
+  machine = Machine()
+  machine.call(program)
+  assert asked.lines(program, asked.FIND_NAN, machine) == ["NANS = {'nan1': 'log'}"]
+  assert asked.lines(program, "jit", machine) == []
+
+
+def test_effects_in_several_places_happen_in_their_order() -> None:
+  x = np.zeros(())
+  for place, k in (("here", 1), ("scan", 2)):
+    op = in_order.InOrder("sent", "tap ordered", ("jit", place), Array((), "float32"))
+    machine = Machine()
+    op.run(machine, [Lane()], [{}], [[x]])
+    assert [event.values for event, _ in machine.events] == [(0.0,), (1.0,), (1.25,)][: k + 1]
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
