@@ -100,7 +100,7 @@ def _is_verified(op: Op) -> bool:
 
 
 def lines(program: Program, way: str, machine: Machine) -> list[str]:
-  """What a way that asks reads, as text."""
+  """The names that a way reads, which asks callgate, as text."""
   if way == FIND_NAN:
     kinds = {op.name: op.kind for op in program.body.ops() if isinstance(op, MaybeNan)}
     reached = {name: kinds[name] for name in sorted(set(machine.nans))}

@@ -374,7 +374,7 @@ execute(1, lambda: [[x[0] for x in run(*(jnp.stack([x]) for x in inputs))]])
   **APART,
   **FURTHER,
 }
-# Of a way with a gate of its own: JAX has such a loop, too. Of ways that ask callgate alone.
+# The twins of a way with a gate of its own, in JAX's own loop, and of ways that ask callgate.
 TWINS = {"resumed": "scan around", "find_nan": "jit", "verified": "jit"}
 NEEDS_ERRORS = ("an error", "an error later", "an error without jit", "interrupted")
 NEEDS_ERRORS += ("an error at a barrier",)
