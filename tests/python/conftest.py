@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import first_collection
 import jax
 import limits
 import processor_times
@@ -42,7 +43,7 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  for plugin in (limits, processor_times, stray_output):
+  for plugin in (first_collection, limits, processor_times, stray_output):
     config.pluginmanager.register(plugin)
   quick_cpp.use()
 
@@ -69,6 +70,8 @@ def pytest_collection_finish() -> None:
   gc.collect()
   gc.freeze()
   gc.set_threshold(20_000, 20, 50)  # what JAX traces lives shortly or long
+  global _frozen
+  _frozen = gc.get_freeze_count()
 
 
 @pytest.fixture(params=["callgate", "jax"])
@@ -85,12 +88,32 @@ def two() -> Iterator[cg.Workers]:
     yield workers
 
 
-@pytest.fixture(scope="module")
-def whole_heap() -> Iterator[None]:
-  yield
+# A collection of the whole heap takes up to half a second, and a file of tests leaves ten thousand
+# frozen objects or more: they are collected when there are so many.
+_MOST_FROZEN = 300_000
+_frozen = 0  # objects, after the last collection of the whole heap
+
+
+def _collect_whole_heap() -> None:
+  global _frozen
   gc.unfreeze()
   gc.collect()
   gc.freeze()
+  _frozen = gc.get_freeze_count()
+
+
+@pytest.fixture(scope="session")
+def whole_heap_at_the_end() -> Iterator[None]:
+  yield
+  _collect_whole_heap()
+
+
+@pytest.fixture(scope="module")
+def whole_heap(whole_heap_at_the_end: None) -> Iterator[None]:
+  yield
+  gc.freeze()
+  if gc.get_freeze_count() - _frozen > _MOST_FROZEN:
+    _collect_whole_heap()
 
 
 @pytest.fixture
