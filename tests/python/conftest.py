@@ -31,10 +31,12 @@ jax.config.update("jax_num_cpu_devices", int(os.environ.get("CALLGATE_TEST_DEVIC
 if "VIRTUAL_GPU" in os.environ:
   os.environ.setdefault("CALLGATE_NVRTC_OUTPUT", "ptx")
 
-# Most tests are not about XLA's optimisation of a program's own arithmetic. The processes that
-# they start compile as this one does (support/interpreters.py).
+# Most tests are not about XLA's optimisation of a program's own arithmetic, or Numba's. The
+# processes that they start compile as this one does (support/interpreters.py).
 if os.environ.get("CALLGATE_TEST_XLA") == "quick":
   quick_xla.use()
+  # Numba reads it when it is imported. It keeps no code on disk that it compiled at level 0.
+  os.environ.setdefault("NUMBA_OPT", "1")
 
 # In a job that a shell started in the background SIGINT is ignored, and so in its children. Tests
 # send it to processes of their own.

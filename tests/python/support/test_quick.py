@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiler of the tests has read the headers of kernels."""
+"""The compilers of tests: C++'s has read the headers of kernels, Numba's optimises little."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def test_kernels_take_the_compiled_headers(
   assert [line for line in read if line.startswith("! ") and "headers.h.gch" in line], read
   # callgate's own headers are in the compiled ones.
   assert not [line for line in read if "kernel" in Path(line).name], read
+
+
+@pytest.mark.skipif(os.environ.get("CALLGATE_TEST_XLA") != "quick", reason="XLA optimises, too")
+def test_numba_optimises_as_little_as_xla() -> None:
+  numba = pytest.importorskip("numba")
+  assert int(numba.config.OPT) == int(os.environ["NUMBA_OPT"])
