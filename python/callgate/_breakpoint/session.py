@@ -58,7 +58,7 @@ def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, 
       else:
         _stop_in_pdb(stack, names)
       try:
-        return {name: _taken(name, values[name], names) for name in out}
+        return {name: _checked(name, values[name], names) for name in out}
       except ResultError as error:
         refused += 1
         if hooked and refused == _MOST_REFUSED:  # no user may be there
@@ -92,7 +92,7 @@ def _heading(stack: Stack, place: Place) -> str:
   return text + (f", on {part}" if part else f", on device {device}" if device >= 0 else "")
 
 
-def _taken(name: str, given: Any, names: Mapping[str, Any]) -> Any:
+def _checked(name: str, given: Any, names: Mapping[str, Any]) -> Any:
   """Returns the value to continue with, in the dtypes of the program's value.
 
   Raises:

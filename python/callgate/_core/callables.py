@@ -44,7 +44,7 @@ def made_of(text: str) -> Any:
   Raises:
     GateDefinitionError: this process can't import a part of it.
   """
-  return _made(re.findall("[(),=]|[^(),=]+", text)[::-1])
+  return _take_value(re.findall("[(),=]|[^(),=]+", text)[::-1])
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def _place_of_object(value: Any) -> str | None:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-def _made(words: list[str]) -> Any:
-  """Makes the value of the last words, and removes these words."""
+def _take_value(words: list[str]) -> Any:
+  """Removes the last words that stand for a value; returns the value."""
   word = words.pop()
   if ":" not in word:
     told = urllib.parse.unquote(word)
@@ -110,7 +110,7 @@ def _made(words: list[str]) -> Any:
       continue
     if words[-2] == "=":
       name, _ = words.pop(), words.pop()
-      keywords[name] = _made(words)
+      keywords[name] = _take_value(words)
     else:
-      args.append(_made(words))
+      args.append(_take_value(words))
   return made(*args, **keywords)

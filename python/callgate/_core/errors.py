@@ -11,10 +11,11 @@ def reduced(error: BaseException) -> tuple[Any, ...]:
 
   The default calls the class with `args`, the text, but `__init__` takes other arguments.
   """
-  return _made, (type(error), error.args), error.__dict__
+  return without_init, (type(error), error.args), error.__dict__
 
 
-def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+def without_init(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+  """Makes an exception with these `args`, without its `__init__`."""
   made = kind.__new__(kind, *args)
   made.args = args
   return made

@@ -66,7 +66,7 @@ def call(
   answer = _ask(tape, gate, [value_of(x) for x in operands], types, spec, lane)
   if isinstance(answer, tuple):
     return [array_of((*type, data)) for type, data in zip(types, answer, strict=True)]
-  return _made(answer, make, lambda results: tuple(value_of(x) for x in results))
+  return _make_and_report(answer, make, lambda results: tuple(value_of(x) for x in results))
 
 
 def make_object(
@@ -81,7 +81,7 @@ def make_object(
   answer = _ask(tape, gate, operands, (), "", 0)
   if isinstance(answer, Answer):
     return Standin(gate), answer.number
-  return _made(answer, make, lambda _: ()), getattr(answer, "number", UNKNOWN)
+  return _make_and_report(answer, make, lambda _: ()), getattr(answer, "number", UNKNOWN)
 
 
 def _ask(
@@ -90,7 +90,7 @@ def _ask(
   return tape(gate, "", spec, lane, -1, -1, -1, tuple(operands), tuple(types))
 
 
-def _made(finish: Any, make: Callable[[], Any], values: Callable[[Any], Any]) -> Any:
+def _make_and_report(finish: Any, make: Callable[[], Any], values: Callable[[Any], Any]) -> Any:
   try:
     made = make()
   except BaseException as error:

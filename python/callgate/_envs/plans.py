@@ -89,7 +89,7 @@ def plan_of(
       if used := {name, f"_{name}"} & info.keys():
         taken = f"which autoreset='same_step' adds itself, got {sorted(used)}"
         raise GateDefinitionError(f"{label}: info: expected names other than '{name}', {taken}")
-  env = vectors.made(make) if vector else make()
+  env = vectors.make_vector(make) if vector else make()
   width = vectors.width_of(label, env, autoreset) if vector else 0
   if not vector:
     _check_single(label, env, count)

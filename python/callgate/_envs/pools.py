@@ -77,7 +77,7 @@ class EnvVectors(Host[_Vector]):
     if own is not None and vectors.seeded_by_make(unit.env, plan.make):
       if mask is None:
         unit.env.close()
-        unit.env = vectors.made(plan.make, vectors.seed_of_make(*own))
+        unit.env = vectors.make_vector(plan.make, vectors.seed_of_make(*own))
       more = None
     elif own is not None:
       more = vectors.seed_of(unit.env, *own)
@@ -204,7 +204,7 @@ class EnvVectors(Host[_Vector]):
 
   def new_unit(self, number: int) -> _Vector:
     del number
-    env = vectors.made(self._plan.make)
+    env = vectors.make_vector(self._plan.make)
     self._check_spaces(vectors.spaces_of(env))
     return _Vector(env, self._size)
 

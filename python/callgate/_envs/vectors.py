@@ -30,7 +30,7 @@ def takes(function: Any, name: str) -> bool:
     return False
 
 
-def made(make: Any, seed: Any = None) -> Any:
+def make_vector(make: Any, seed: Any = None) -> Any:
   """Makes a vector environment; with `seed` if `make` takes one."""
   if not takes(make, "seed"):
     return make()

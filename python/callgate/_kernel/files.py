@@ -229,10 +229,10 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
       raise ValueError(
         f"callgate.load_kernels: {fault}; delete that one, or load the file in another process"
       )
-  return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
+  return LoadedKernels([_kernel_of_form(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
-def _taken(path: Any, form: dict[str, Any], known: KernelCallee | None) -> KernelCallee:
+def _kernel_of_form(path: Any, form: dict[str, Any], known: KernelCallee | None) -> KernelCallee:
   """Makes the kernel of a form. Reports a form of the wrong shape as damage of the file."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
   if known is None and form["kind"] not in _KINDS:

@@ -115,11 +115,11 @@ def _emit(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
     lowering.add_keepalive(context, bar.file)
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,
-    attributes={"spec": bar.text, **_held(kind, bar)}, has_side_effect=True,
+    attributes={"spec": bar.text, **_attributes(kind, bar)}, has_side_effect=True,
   )  # fmt: skip
 
 
-def _held(kind: str, bar: Bar) -> dict[str, Any]:
+def _attributes(kind: str, bar: Bar) -> dict[str, Any]:
   numbers = {"every": np.int64(bar.every), "total": np.int64(bar.total)}
   return {"progress": {"kind": kind, **numbers}}
 
@@ -148,7 +148,7 @@ def _by_jax(context: Any, operands: _Values, kind: str, bar: Bar) -> _Values:
 @tracing.clearable_cache(max_size=256)
 def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
   """Returns the function that JAX calls; it keeps its bars, which a nested loop begins again."""
-  function = _callgate.progress_call(bar.text, _held(kind, bar))
+  function = _callgate.progress_call(bar.text, _attributes(kind, bar))
 
   def call(*values: Any) -> Any:
     shape = _shape_of(kind, bar)  # keeps the bar, which keeps its file

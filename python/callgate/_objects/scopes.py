@@ -227,7 +227,7 @@ def _with_shared(plan: shared.Plan, params: dict[str, Any], *operands: Any) -> l
     return jax.tree.unflatten(jax.tree.structure(shape), _run(making, values, words)[0])
 
   consts = loops.split_scan(params, operands)[0]
-  used = shared.run(plan, shared.made(plan, params["jaxpr"], consts, make), params, operands)
+  used = shared.run(plan, shared.make_shared(plan, params["jaxpr"], consts, make), params, operands)
   _gates()["leave"](_gates()["sweep"](words, [], [], used), used)
   return used
 

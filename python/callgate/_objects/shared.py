@@ -141,7 +141,7 @@ def _can_share(eqn: Any) -> bool:
   return not sizes or (bool(call.gate.traits.handles) and not any(map(is_open, sizes)))
 
 
-def made(
+def make_shared(
   plan: Plan, body: Any, consts: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
 ) -> Made:
   """Runs a plan with the loop's constants; `make(function, values)` makes one object."""
@@ -153,7 +153,9 @@ def made(
     if place in plan.calls:
       found[place] = make(*_making(eqn, inputs))
     elif (inner := plan.inner.get(place)) is not None:
-      found[place] = made(inner, eqn.params["jaxpr"], loops.split_scan(eqn.params, inputs)[0], make)
+      found[place] = make_shared(
+        inner, eqn.params["jaxpr"], loops.split_scan(eqn.params, inputs)[0], make
+      )
     elif place in plan.values:
       found[place] = walk.bind_equation(eqn, inputs)
       return found[place]

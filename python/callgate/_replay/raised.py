@@ -22,10 +22,10 @@ _OURS = "callgate"
 
 def text_of(error: BaseException) -> str:
   """Returns an exception as a recording has it, in JSON."""
-  return json.dumps(_held(error))
+  return json.dumps(_description_of(error))
 
 
-def _held(error: BaseException) -> dict[str, Any]:
+def _description_of(error: BaseException) -> dict[str, Any]:
   kind = type(error)
   ours = kind.__module__.split(".")[0] == _OURS
   held: dict[str, Any] = {
@@ -58,7 +58,7 @@ def _encoded(value: Any) -> Any:
   if type(value) is complex:
     return {"complex": [value.real, value.imag]}
   if isinstance(value, Exception):  # an exception of a group
-    return {"exception": _held(value)}
+    return {"exception": _description_of(value)}
   raise TypeError(type(value).__name__)
 
 
@@ -75,7 +75,7 @@ def _decoded(value: Any) -> Any:
   if kind == "complex":
     return complex(*held)
   if kind == "exception":
-    return _of_held(held)
+    return _from_description(held)
   raise ValueError(kind)
 
 
@@ -105,17 +105,17 @@ def make(where: str, text: str, pickled: bytes, trust: bool) -> BaseException:
     if isinstance(error, BaseException):
       return error
   try:
-    return _of_held(json.loads(text))
+    return _from_description(json.loads(text))
   except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as wrong:
     raise ReplayError(f"{where}: expected an exception's description, got {text[:80]!r}") from wrong
 
 
-def _of_held(held: dict[str, Any]) -> BaseException:
+def _from_description(held: dict[str, Any]) -> BaseException:
   module, name, said = str(held["module"]), str(held["kind"]), str(held["said"])
   args, notes, fields = held["args"], held["notes"], held.get("fields", {})
   given = tuple(_decoded(args)) if isinstance(args, list) else (said,)
   known = {str(key): value for key, value in fields.items() if type(value) in _PLAIN}
-  made = _made(module, name, given, known)
+  made = _known_exception(module, name, given, known)
   if made is None or _said(made) != said:
     made = RecordedError(f"{module}.{name}", said)
   for note in notes if isinstance(notes, list) else ():
@@ -123,7 +123,7 @@ def _of_held(held: dict[str, Any]) -> BaseException:
   return made
 
 
-def _made(
+def _known_exception(
   module: str, name: str, args: tuple[Any, ...], fields: dict[str, Any]
 ) -> BaseException | None:
   ours = module.split(".")[0] == _OURS
@@ -138,8 +138,7 @@ def _made(
       made = kind(*args)
       made.__setstate__(fields)
       return made
-    made = kind.__new__(kind, *args)  # without its __init__, which takes no text
-    made.args = args
+    made = errors.without_init(kind, args)  # its __init__ takes no text
     vars(made).update(fields)
     return made
   except Exception:  # noqa: BLE001 - arguments that the class doesn't take

@@ -78,10 +78,10 @@ def _cells(call: Recorded) -> tuple[str, ...]:
   clock = f"{moment:%H:%M:%S}.{call.time_ns % 10**9 // 10**6:03d}"
   gate = call.gate + (f" lane {call.lane}" if call.lane else "")
   gate += f" device {call.device}" if call.device > 0 else ""
-  return gate, f"({operands})", _given(call), clock, "wait" if call.waits else call.effect
+  return gate, f"({operands})", _results_text(call), clock, "wait" if call.waits else call.effect
 
 
-def _given(call: Recorded) -> str:
+def _results_text(call: Recorded) -> str:
   if call.results is None:
     return f"raised {_raised(call)[0]}"
   return "(" + ", ".join(calls.text_of((code, shape)) for code, shape, _ in call.results) + ")"
@@ -139,5 +139,5 @@ def _difference(call: Recorded, other: Recorded) -> str:
 
 def _outcome(call: Recorded) -> str:
   if call.results is not None:
-    return f"results {_given(call)}"
+    return f"results {_results_text(call)}"
   return "{}: {}".format(*_raised(call))

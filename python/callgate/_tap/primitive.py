@@ -110,7 +110,7 @@ def _sent_at_once(
     return False
   if ordered:
     dispatch.wait_for_own(_order_of(site))
-  held, key = _held(site, _batch_of(site, levels, operands), how)
+  held, key = _attributes(site, _batch_of(site, levels, operands), how)
   try:
     arrays = [np.asarray(x, order="C") for x in operands[: site.sent]]
   except jax.errors.JaxRuntimeError:  # the program reports the failed computation
@@ -119,7 +119,7 @@ def _sent_at_once(
   return True
 
 
-def _held(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any], str]:
+def _attributes(site: TapSite, batch: dict[str, Any], how: Any) -> tuple[dict[str, Any], str]:
   """Returns a tap's attributes for a program that can't call the runtime, and a key for them."""
   held = {**_site.encode(site, **how), "batch": batch}
   return held, repr((held["spec"], held["tap"], batch))
@@ -299,7 +299,7 @@ def _lower(
   batch = _batch_of(site, levels, operands)
   how["stacked"] = _stacked(context, site, levels)
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held, key = _held(site, batch, {**how, "portable": portable})
+    held, key = _attributes(site, batch, {**how, "portable": portable})
     return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, returned=site.values if dataflow else 0, portable=portable, **how)
   dispatch.keep_with_program(context, tap)

@@ -52,7 +52,7 @@ def verify(
   subject = Subject(function, args, kwargs)
   late = f"out of time (seconds={seconds:g})"
   answers = {
-    name: _asked(name, QUESTIONS[name], subject)
+    name: _answer(name, QUESTIONS[name], subject)
     if wait.left or (subject.blocked and subject.blocked[0] == name)
     else VerifyResult(name, ok=True, skipped=late)
     for name in sorted(QUESTIONS, key=_LAST.__eq__)
@@ -60,7 +60,7 @@ def verify(
   return VerifyReport(label, tuple(answers[name] for name in QUESTIONS))
 
 
-def _asked(name: str, question: Callable[[Subject], str], subject: Subject) -> VerifyResult:
+def _answer(name: str, question: Callable[[Subject], str], subject: Subject) -> VerifyResult:
   if subject.blocked is not None:
     failed, message = subject.blocked
     if failed == name:

@@ -120,9 +120,9 @@ class WatchedRun:
       "notes": _text(about.get("notes") or ""), "tags": list(map(_text, _listed(about, "tags"))),
       "config": _flat(about.get("config")), "summary": _flat(about.get("summary")),
       "knobs": _flat(about.get("knobs")), "last": rows["last"], "media": list(rows["media"]),
-      "alerts": [_told(one) for one in _listed(about, "alerts")[-20:]],
+      "alerts": [_alert(one) for one in _listed(about, "alerts")[-20:]],
       "alert_count": len(_listed(about, "alerts")),
-      "checks": [_told(one) for one in _listed(about, "checks")[-20:]],
+      "checks": [_alert(one) for one in _listed(about, "checks")[-20:]],
       "records": self.model.totals().records, "version": sum(self.model.versions().values()),
     }  # fmt: skip
 
@@ -226,7 +226,7 @@ def _flat(value: Any) -> dict[str, Any]:
   return {_text(key): _plain(one) for key, one in found.items()}
 
 
-def _told(one: Any) -> dict[str, Any]:
+def _alert(one: Any) -> dict[str, Any]:
   """Returns an alert, or a failed check, for the page."""
   about = one if isinstance(one, dict) else {}
   at, left_out = about.get("time_ns"), about.get("left_out")

@@ -102,10 +102,10 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
   options = check.checked(what, options)
-  return made(what, source, kernel, options, options.options, options.include_dirs)
+  return make_kernel(what, source, kernel, options, options.options, options.include_dirs)
 
 
-def made(
+def make_kernel(
   what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
   flags: Sequence[str], folders: Paths,
 ) -> Kernel:  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, cast
 from callgate._core import extras, factories
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.cuda.cuda import made
+from callgate._kernel.cuda.cuda import make_kernel
 from callgate._kernel.cuda.options import CupyOptions
 from callgate._kernel.elementwise.elementwise import elementwise
 from callgate._kernel.elementwise.params import is_letter
@@ -148,4 +148,6 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     base = Path(module.__file__).parent / "_core" / "include"
     bundled = (base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub"))
     folders = [folder for folder in (base, *bundled) if folder.is_dir()]
-  return made(what, source, named, check.checked(what, options), flags, list(map(str, folders)))
+  return make_kernel(
+    what, source, named, check.checked(what, options), flags, list(map(str, folders))
+  )
