@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from callgate._core import options, signatures
 from callgate._core.dtypes import type_text
-from callgate._nan import findings, lanes, watched
+from callgate._nan import constants, findings, lanes, watched
 
 _MOST = 100  # reports at most
 
@@ -25,9 +26,11 @@ class NanReport:
 
   Attributes:
     kind: "nan" or "inf".
-    primitive: JAX's name of the operation that made it; "input" for a NaN in an argument of f.
+    primitive: JAX's name of the operation that made it; "input" for a NaN in an argument of f;
+      "constant" for a NaN in an array that f closes over, or in a literal.
     source: "file:line (function)" of the code that traced the operation, outside JAX; "" if
-      unknown. For an "input" the argument's name: "params['w']".
+      unknown. For an "input" the argument's name: "params['w']". For a "constant" the line of its
+      first use.
     step: the loop's step, counted from 0; a tuple for nested loops, outermost first; None outside
       loops.
     lane: the lane of a `jax.vmap`, in the same form, of the levels over which the result differs.
@@ -38,8 +41,8 @@ class NanReport:
     argument: the argument's name for an "input"; else None.
     callee: the kind and name of a gate or kernel: "gate 'score'"; else None.
     all: the reports of all places in program order, starting with this one, at most 100; inputs
-      come last. An operation in a loop is one place, with the first step that made a NaN or
-      infinity. Empty in the reports of this list.
+      and closed-over arrays come last. An operation in a loop is one place, with the first step
+      that made a NaN or infinity. Empty in the reports of this list.
   """
 
   kind: Literal["nan", "inf"]
@@ -66,7 +69,10 @@ class NanReport:
     parts += [f"shard {self.shard}"] if self.shard is not None else []
     where = f" in {', '.join(parts)}" if parts else ""
     maker = self.callee or f"'{self.primitive}'"
-    lines = [f"{maker} made {made}{where}, at {list(self.index)} of {self.result}"]
+    verb = "made"
+    if self.primitive == "constant":
+      maker, verb = "a constant", "has"
+    lines = [f"{maker} {verb} {made}{where}, at {list(self.index)} of {self.result}"]
     lines += [f"  at {self.source}"] if self.source else []
     lines += [f"  operand {i}: {text}" for i, text in enumerate(self.operands)]
     return "\n".join(lines)
@@ -89,17 +95,17 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
   It works in loops, branches, inner jits, under vmap and in gradients: `find_nan(jax.grad(f))`. An
   operation makes a NaN if a result has one and no operand has one. It makes an infinity if a result
   has one and all operands are finite. If no operation makes a NaN, a NaN in f's arguments is
-  reported as "input". Lanes of a vmap count only in the branches that they take, and in loops until
-  they end. `jax_debug_nans` instead runs a program again op by op, and reports neither step nor
-  lane.
+  reported as "input", and a NaN in an array that f closes over as "constant". Lanes of a vmap count
+  only in the branches that they take, and in loops until they end. `jax_debug_nans` instead runs a
+  program again op by op, and reports neither step nor lane.
 
   Args:
     f: a function that `jax.jit` accepts.
     reaching: True reports only a NaN or infinity that reaches a result of f: each value on a path
       from the operation to the result contains one. `jnp.where` passes on only the elements that it
       selects. All other values count as a whole: index and lane are those of the first NaN or
-      infinity in them. A NaN in a constant of the program counts as made by the first operation
-      on it.
+      infinity in them. A NaN in a closed-over array or a literal counts as made by the first
+      operation on it. Without one, as for a result or a loop's first carry, it is a "constant".
 
   Returns:
     A function with f's arguments that runs f and returns a `NanReport`, or None if there is nothing
@@ -124,8 +130,9 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
       return f(*args, **kwargs)
 
     given = [leaves[i] for i in arrays]
+    source = _definition(f)
     with lanes.marking():
-      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given), bool(reaching))
+      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given), bool(reaching), source)
     rows, reached = jax.device_get(jax.jit(watch.run)(*given))
     found = np.flatnonzero(rows.kind != findings.NONE)
     inputs: Any = range(len(given))
@@ -136,10 +143,19 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
     places.sort(key=lambda place: _order(*place))
     reports = [_report(*place) for place in places[:_MOST]]
     named = list(zip(_names(f, args, kwargs), leaves, strict=True))
-    reports += _reports_of_inputs([named[arrays[i]] for i in inputs])
+    reports += filter(None, (_of_input("input", *named[arrays[i]]) for i in inputs))
+    if not reaching:  # else they are among the places
+      closed_over = constants.arrays(watch.closed, source)
+      reports += filter(None, (_of_input("constant", line, x) for x, line in closed_over))
     return dataclasses.replace(reports[0], all=reports[:_MOST]) if reports else None
 
   return find
+
+
+def _definition(f: Any) -> str:
+  """Returns "file:line (name)" of f's first line; "" if unknown."""
+  code = getattr(inspect.unwrap(f), "__code__", None)
+  return "" if code is None else f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
 
 
 def _names(f: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
@@ -154,18 +170,17 @@ def _names(f: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
   ]
 
 
-def _reports_of_inputs(named: list[tuple[str, Any]]) -> list[NanReport]:
-  """Returns reports of the arguments with a NaN."""
-  reports: list[NanReport] = []
-  for name, leaf in named:
-    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-      continue
-    has_nan = np.asarray(jnp.isnan(leaf))
-    if has_nan.any():
-      index = tuple(map(int, np.unravel_index(int(has_nan.argmax()), has_nan.shape)))
-      text = type_text(jnp.result_type(leaf), has_nan.shape)
-      reports.append(NanReport("nan", "input", name, None, None, index, None, (), text, name))
-  return reports
+def _of_input(primitive: str, source: str, leaf: Any) -> NanReport | None:
+  """Returns the report of an argument or a constant; None without a NaN."""
+  if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+    return None
+  has_nan = np.asarray(jnp.isnan(leaf))
+  if not has_nan.any():
+    return None
+  index = tuple(map(int, np.unravel_index(int(has_nan.argmax()), has_nan.shape)))
+  text = type_text(jnp.result_type(leaf), has_nan.shape)
+  argument = source if primitive == "input" else None
+  return NanReport("nan", primitive, source, None, None, index, None, (), text, argument)
 
 
 def _order(equation: findings.Equation, row: findings.Rows) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._jax import sources
+from callgate._jax import sources, walk
 from callgate._nan import lanes, reach
 
 NONE, NAN, INF = 0, 1, 2
@@ -129,3 +130,33 @@ class EqnPlace:
   def after(self, state: State, origins: Sequence[Any]) -> EqnPlace:
     """Returns the place in a step of a loop, whose earlier steps left values with these origins."""
     return dataclasses.replace(self, used=reach.union([self.used, state.in_refs, *origins]))
+
+
+def first_of(rows: Rows, used: Any) -> Rows:
+  """Combines the rows of several devices: for each equation the first in program order.
+
+  Rows with used findings come before others. `used` has the origins of each device's results; None
+  if values are not followed.
+  """
+  alive = rows.kind != NONE
+  if used is not None:
+    these = alive & used[:, : alive.shape[1]]
+    alive = jnp.where(these.sum(0, dtype=np.int32) > 0, these, alive)
+  for level in range(rows.steps.shape[-1]):
+    step = rows.steps[..., level]
+    alive &= step == jnp.where(alive, step, np.iinfo(np.int32).max).min(0)
+  first = jnp.arange(alive.shape[0])[:, None] == jnp.argmax(alive, 0)
+
+  def of_first(x: Any) -> Any:  # by a sum, which explicitly sharded values allow
+    chosen = first.reshape(*first.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
+
+  return jax.tree.map(of_first, rows)
+
+
+def extents(jaxpr: Any) -> tuple[int, int, int]:
+  """Returns the number of equations, of nested loops, and of operands (at most 8)."""
+  paths = list(walk.paths(jaxpr))
+  depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
+  operands = [min(len(path[-1].invars), 8) for path in paths]
+  return max(len(paths), 1), max(depths, default=0), max([1, *operands])

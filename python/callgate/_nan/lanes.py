@@ -19,6 +19,7 @@ from callgate._jax import refs, tracing
 
 Axes = tuple[int, ...]
 lanes_p = tracing.Primitive("callgate_lanes")
+MARKS = (lanes_p, _batching.lane_p)
 
 
 def has_step_for_each(eqn: Any) -> bool:

@@ -89,7 +89,7 @@ def on_any_device(eqn: Any, flags: Any) -> Any:
 
 
 def is_real(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
+  return jnp.issubdtype(x.dtype, jnp.inexact) and jnp.size(x) > 0
 
 
 def wide(x: Any) -> Any:

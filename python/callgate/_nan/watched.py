@@ -16,24 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._jax import loops, refs, sources, tracing, walk
-from callgate._nan import findings, lanes, reach
+from callgate._nan import constants, findings, lanes, reach
 from callgate._nan.findings import INF, NAN, NONE, EqnPlace, Equation, Rows, State
 from callgate._nan.reach import Followed
 
 Values = Sequence[Any]
+_OPERANDS, _RESULTS = -1, -2  # in the numbers of constants; other numbers there are not negative
 
 
 class Watch:
   """Evaluates a closed jaxpr and checks the results of its equations."""
 
-  def __init__(self, closed: Any, reaching: bool) -> None:
-    self.closed = closed
+  def __init__(self, closed: Any, reaching: bool, source: str = "") -> None:
+    self.closed, self._source = closed, source
     self.equations: list[Equation] = []
     self._reaching = reaching
     self._numbers: dict[tuple[int, ...], int] = {}  # by path: bodies may be traced again
     self._loops: dict[tuple[int, ...], int] = {}  # the same for loops' first equations
     self._axes: dict[int, dict[Any, lanes.Axes]] = {}  # axes of variables, by the jaxpr's id
-    self._rows, depth, self._operands = _extents(closed)
+    self._rows, depth, self._operands = findings.extents(closed)
+    self._rows += constants.most(closed) if reaching else 0
     self._depth = max(depth, 1)  # XLA of JAX 0.11 crashes where arrays without elements are split
 
   def run(self, *args: Any) -> tuple[Rows, Any]:
@@ -57,6 +59,7 @@ class Watch:
   ) -> tuple[list[Any], State]:
     """Evaluates a program, a branch or a loop's body."""
     outs, state = self._jaxpr(jaxpr, args, state, place)
+    outs, state = self._constants(outs, state, place, _RESULTS)
     return outs, state.settled()
 
   def _jaxpr(
@@ -68,12 +71,15 @@ class Watch:
 
     def evaluate(eqn: Any, ins: Values) -> Values:
       nonlocal state
-      if eqn.primitive is lanes.lanes_p:
+      if eqn.primitive in lanes.MARKS:
         return ins
       rule = self._rule(eqn)
       if rule is None:
         outs, state = self._leaf(eqn, ins, state, place, axes)
       else:
+        if (first := constants.first_followed(eqn)) is not None:
+          carried, state = self._constants(ins[first:], state, place.inside(eqn), _OPERANDS)
+          ins = [*ins[:first], *carried]
         new = {} if rule == self._call else state.new
         outs, state = rule(eqn, ins, state._replace(new={}) if new else state, place)
         state = state._replace(new={**new, **state.new})
@@ -87,6 +93,30 @@ class Watch:
     }  # fmt: skip
     return control.get(eqn.primitive.name, None if loops.runs(eqn) is None else self._call)
 
+  # -- constants -----------------------------------------------------------------------------------
+  def _constants(
+    self, values: Values, state: State, place: EqnPlace, kind: int
+  ) -> tuple[list[Any], State]:
+    """Follows constants with a NaN that no operation takes, and gives each a row.
+
+    Such constants are operands of loops that steps change, values of Refs, and results. All other
+    constants go unchanged to the operations that take them, also into loops and branches.
+    """
+    found = list(values)
+    for index, x in enumerate(values if self._reaching else ()):
+      if not constants.has_nan(x):
+        continue
+      out = jnp.asarray(x)
+      key = *place.path, kind, index
+      number = self._numbers.setdefault(key, len(self.equations))
+      if number == len(self.equations):
+        source = place.source or self._source
+        self.equations.append(constants.described(number, jax.typeof(out), source, place))
+      row = self._row(state.rows, number, place, [], [out], {0: jnp.int32(NAN)})
+      state = state._replace(new={**state.new, number: row})
+      found[index] = Followed(x, jnp.arange(state.in_refs.size) == number)
+    return found, state
+
   # -- equations -----------------------------------------------------------------------------------
   def _leaf(
     self, eqn: Any, followed: Values, state: State, place: EqnPlace,
@@ -97,6 +127,8 @@ class Watch:
     if any(
       refs.is_ref(jax.typeof(x)) for x in (*ins, *outs)
     ):  # a Ref holds other equations' values
+      followed, state = self._constants(followed, state, place.inside(eqn), _OPERANDS)
+      origins = _split(followed, state)[1]
       state = state._replace(in_refs=reach.union([state.in_refs, *origins]))
       return reach.follow(outs, [state.in_refs] * len(outs)), state
     watched = [i for i, out in enumerate(outs) if reach.is_real(out)]
@@ -210,7 +242,6 @@ class Watch:
     return self._jaxpr(jaxpr, [ins[i] for i in operands], state, place.inside(eqn))
 
   def _cond(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
-    values, origins = _split(ins, state)
 
     def branch(number: int) -> Callable[..., Any]:
       inside = place.inside(eqn)
@@ -218,13 +249,13 @@ class Watch:
       closed = eqn.params["branches"][number]
 
       def run(state: State) -> Any:
-        outs, state = self._block(closed, reach.follow(values[1:], origins[1:]), state, inside)
+        outs, state = self._block(closed, ins[1:], state, inside)
         return *_split(outs, state), state
 
       return run
 
     branches = [branch(number) for number in range(len(eqn.params["branches"]))]
-    outs, found, state = jax.lax.switch(values[0], branches, state)
+    outs, found, state = jax.lax.switch(reach.values_of(ins)[0], branches, state)
     return reach.follow(outs, found), state
 
   def _scan(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
@@ -232,8 +263,9 @@ class Watch:
     params = eqn.params
     of_lanes = lanes.has_step_for_each(eqn)
     values, origins = _split(ins, state)
-    consts, carry, xs = loops.split_scan(params, values)
-    of_consts, of_carry, of_xs = loops.split_scan(params, origins)
+    consts = loops.split_scan(params, ins)[0]
+    _, carry, xs = loops.split_scan(params, values)
+    _, of_carry, of_xs = loops.split_scan(params, origins)
     count = len(carry)
 
     def body(carried: Any, x: Any) -> Any:
@@ -241,8 +273,8 @@ class Watch:
       number, slices = x
       inside = (self._lane if of_lanes else self._loop)(eqn, place, number)
       inside = inside.after(state, (*of_values, *of_ys))
-      args = (*consts, *values, *slices), (*of_consts, *of_values, *of_xs)
-      outs, state = self._block(params["jaxpr"], reach.follow(*args), state, inside)
+      args = *consts, *reach.follow((*values, *slices), (*of_values, *of_xs))
+      outs, state = self._block(params["jaxpr"], args, state, inside)
       outs, found = _split(outs, state)
       of_ys = [reach.union(pair) for pair in zip(of_ys, found[count:], strict=True)]
       return (state, outs[:count], found[:count], of_ys), outs[count:]
@@ -260,20 +292,21 @@ class Watch:
   def _while(self, eqn: Any, ins: Values, state: State, place: EqnPlace) -> tuple[Values, State]:
     params = eqn.params
     values, origins = _split(ins, state)
-    asked, held, carry = loops.split_operands(params, values)
-    of_asked, of_held, of_carry = loops.split_operands(params, origins)
+    asked, held, _ = loops.split_operands(params, ins)
+    carry = loops.split_operands(params, values)[2]
+    of_carry = loops.split_operands(params, origins)[2]
 
     def ask(number: Any, state: State, values: Values, of_values: Values) -> tuple[Any, State]:
       inside = self._loop(eqn, place, number).after(state, of_values)
       inside = dataclasses.replace(inside, path=(*inside.path, 0))
-      args = reach.follow((*asked, *values), (*of_asked, *of_values))
+      args = *asked, *reach.follow(values, of_values)
       outs, state = self._block(params["cond_jaxpr"], args, state, inside)
       return reach.values_of(outs)[0], state
 
     def body(carried: Any) -> Any:
       number, go, state, values, of_values = carried
       inside = self._loop(eqn, place, number).after(state, of_values)
-      args = reach.follow((*held, *values), (*of_held, *of_values))
+      args = *held, *reach.follow(values, of_values)
       outs, state = self._block(params["body_jaxpr"], args, state, inside)
       outs, found = _split(outs, state)
       if go.ndim:  # under vmap: lanes that have ended keep their values
@@ -311,7 +344,7 @@ class Watch:
       check_vma=params["check_vma"],
     )  # fmt: skip
     (state, found), outs = mapped(state, origins, *values)
-    rows = _first(state.rows, reach.union([state.in_refs, *found]))
+    rows = findings.first_of(state.rows, reach.union([state.in_refs, *found]))
     in_refs, found = jax.tree.map(lambda x: x.sum(0, dtype=np.int32) > 0, (state.in_refs, found))
     return [Followed(*pair) for pair in zip(outs, found, strict=True)], State(rows, in_refs, {})
 
@@ -330,36 +363,6 @@ def _is_before(steps: Any, others: Any) -> Any:
     before |= equal & (step < other)
     equal &= step == other
   return before
-
-
-def _first(rows: Rows, used: Any) -> Rows:
-  """Combines the rows of several devices: for each equation the first in program order.
-
-  Rows with used findings come before others. `used` has the origins of each device's results; None
-  if values are not followed.
-  """
-  alive = rows.kind != NONE
-  if used is not None:
-    these = alive & used[:, : alive.shape[1]]
-    alive = jnp.where(these.sum(0, dtype=np.int32) > 0, these, alive)
-  for level in range(rows.steps.shape[-1]):
-    step = rows.steps[..., level]
-    alive &= step == jnp.where(alive, step, np.iinfo(np.int32).max).min(0)
-  first = jnp.arange(alive.shape[0])[:, None] == jnp.argmax(alive, 0)
-
-  def of_first(x: Any) -> Any:  # by a sum, which explicitly sharded values allow
-    chosen = first.reshape(*first.shape, *(1,) * (x.ndim - 2))
-    return jnp.where(chosen, x, 0).sum(0, dtype=x.dtype)
-
-  return jax.tree.map(of_first, rows)
-
-
-def _extents(jaxpr: Any) -> tuple[int, int, int]:
-  """Returns the number of equations, of nested loops, and of operands (at most 8)."""
-  paths = list(walk.paths(jaxpr))
-  depths = [sum(eqn.primitive.name in ("scan", "while") for eqn in path) for path in paths]
-  operands = [min(len(path[-1].invars), 8) for path in paths]
-  return max(len(paths), 1), max(depths, default=0), max([1, *operands])
 
 
 def _alike(new: Any, old: Any) -> Any:

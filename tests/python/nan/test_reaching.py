@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,93 @@ def test_a_constant_nan_is_made_by_the_operation_that_takes_it(f: Any, primitive
   assert (report.primitive, report.kind) == (primitive, "nan")
   assert "test_reaching.py" in report.source
   assert report.operands[-1].endswith(", nan")
+
+
+LINE = r"test_reaching\.py:\d+ "
+
+
+def in_a_ref(x: Any) -> Any:
+  ref = jax.new_ref(WEIGHTS)
+  return ref[...] + x
+
+
+def over_steps(f: Any) -> Any:
+  return lambda x: jax.lax.scan(lambda c, t: (f(c, t), None), x, jnp.arange(5))[0]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+  ("f", "primitive", "step", "index"),
+  [
+    (lambda x: (x, WEIGHTS), "constant", None, (1,)),
+    (lambda x: (x, jnp.bfloat16(jnp.nan)), "constant", None, ()),
+    (lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c * x, WEIGHTS), "constant", None, (1,)),
+    (lambda x: jax.lax.while_loop(lambda c: c[0] < x, lambda c: c, (3.0, WEIGHTS)), "constant",
+     None, (1,)),
+    (lambda x: jax.lax.map(lambda w: w * x, WEIGHTS), "constant", None, (1,)),
+    (lambda x: jax.lax.cond(x > 0, lambda: 0 * WEIGHTS, lambda: WEIGHTS), "constant", None, (1,)),
+    (over_steps(lambda c, t: jnp.where(t == 3, WEIGHTS, c)), "select_n", 3, (1,)),
+    (over_steps(lambda c, t: jax.lax.cond(t == 3, lambda: jnp.nan, lambda: c)), "constant", 3, ()),
+    (lambda x: jax.lax.fori_loop(0, 4 + x.astype(int), lambda i, c: c + WEIGHTS[i % 2], 1.0),
+     "dynamic_slice", 1, (0,)),
+    (in_a_ref, "constant", None, (1,)),
+    (jax.checkpoint(lambda x: WEIGHTS), "constant", None, (1,)),
+  ],
+)  # fmt: skip
+def test_a_constant_that_no_operation_takes_has_the_nan(
+  f: Any, primitive: str, step: int | None, index: tuple[int, ...], jitted: bool
+) -> None:
+  x = jnp.float32(-1.0) if primitive != "select_n" else jnp.ones(2)
+  report = reaching(jax.jit(f) if jitted else f)(x)
+  assert (report.kind, report.primitive, report.step) == ("nan", primitive, step)
+  assert report.index == index
+  assert re.search(LINE, report.source)
+  assert report.argument is None
+  if primitive == "constant":
+    assert str(report).startswith("a constant has a NaN")
+
+
+def test_each_constant_counts_alone() -> None:
+  start = (WEIGHTS, jnp.array([jnp.nan, 1.0]), jnp.array([-jnp.inf, 1.0]))
+  looped = lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jax.tree.map(lambda c: c * x, c), start)
+  assert [one.index for one in reaching(looped)(2.0).all] == [(1,), (0,)]
+  for one, index in ((0, (1,)), (1, (0,))):
+    assert [it.index for it in reaching(lambda x, one=one: looped(x)[one])(2.0).all] == [index]
+  assert reaching(lambda x: looped(x)[2])(2.0) is None
+  assert (
+    reaching(lambda x: jnp.nan_to_num(jax.lax.scan(lambda c, _: (c, c), WEIGHTS, length=2)[1]))(2.0)
+    is None
+  )
+
+
+def test_constants_in_lanes_and_shards() -> None:
+  taken = lambda x: jax.lax.cond(x > 0, lambda: jnp.nan, lambda: x)
+  report = reaching(jax.vmap(taken))(jnp.array([-1.0, 2.0]))
+  assert (report.primitive, report.lane) == ("constant", 1)
+  rounds = lambda n: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, WEIGHTS * 1.0),
+                                        (0, jnp.zeros(2)))  # fmt: skip
+  report = reaching(jax.vmap(rounds))(jnp.array([0, 2]))
+  assert (report.primitive, report.lane, report.index) == ("mul", 1, (1, 1))
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((4,), ("d",), axis_types=auto, devices=jax.devices()[:4])
+  w = jnp.array([1.0, 2.0, jnp.nan, 4.0])
+  mapped = jax.shard_map(lambda x, w: x * w, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
+  assert reaching(lambda x: mapped(x, w))(jnp.ones(4)).index == (2,)
+  assert reaching(lambda x: jnp.nan_to_num(mapped(x, w)))(jnp.ones(4)) is None
+
+
+def test_an_array_of_the_closure_counts_as_an_input() -> None:
+  report = FIND(lambda x: x * WEIGHTS)(2.0)
+  assert (report.primitive, report.index, report.argument) == ("constant", (1,), None)
+  assert re.search(LINE, report.source)
+  assert places(FIND(lambda x, y: (jnp.log(x) * y + WEIGHTS, WEIGHTS))(-1.0, np.nan)) == [
+    ("log", None),
+    "y",
+    ("constant", None),
+  ]
+  assert FIND(lambda x: (x, WEIGHTS))(2.0).primitive == "constant"
+  assert FIND(lambda x: jnp.where(x > 0, x, jnp.nan))(2.0) is None  # a scalar, as in masks
+  assert FIND(lambda x: jax.lax.fori_loop(0, x, lambda i, c: c + 1.0, 1.0))(4) is None
 
 
 def test_a_constant_that_reaches_no_result_is_no_finding() -> None:
