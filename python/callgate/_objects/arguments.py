@@ -25,6 +25,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.callee import GateCallee
 from callgate._jax import tracing
 
+_CLOSURE = "closure"
 _MOST = 256  # the most kinds of arguments that one gate remembers
 
 
@@ -37,6 +38,24 @@ class TwoArguments(GateCallee):
     super().__init__(*args)
     self.binds = None  # `given` checks them with better messages
     self._checked = set[Any]()
+    self._defined: TwoArguments | None = None  # for programs of other processes
+
+  @property
+  def of_closures(self) -> str:
+    """The name of the gate that gets the values which a user's function closes over."""
+    return f"{self.name}[{_CLOSURE}]"
+
+  def over_values(self, name: str) -> TwoArguments:
+    """Returns a gate of that name whose first argument is (first, values) instead of first."""
+    raise NotImplementedError
+
+  def define_variant(self, key: str) -> bool:
+    """Makes the callee "NAME[key]" that a program of another process names; False for others."""
+    first, _, inner = key.partition("][")
+    if first != _CLOSURE:
+      return not key
+    self._defined = self._defined or self.over_values(self.of_closures)
+    return self._defined.define_variant(inner)
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
     """Raises if the call is impossible; `leaves` are the flat arrays of the arguments."""

@@ -23,10 +23,18 @@ TYPE = jax.ShapeDtypeStruct((WORDS,), np.uint32)
 
 
 class HandleWords(NamedTuple):
-  """The core of a handle: the leaf, and the object's place as programs hold it."""
+  """The core of a handle.
+
+  Attributes:
+    words: the leaf.
+    place: the object's place as programs hold it.
+    solver: the name of the `callgate.linear_solver` whose `factor` made the object; None for other
+      objects.
+  """
 
   words: Any
   place: str | None
+  solver: str | None
 
 
 class Handle(Public[HandleWords]):
@@ -34,14 +42,14 @@ class Handle(Public[HandleWords]):
 
   A handle is a pytree with one leaf, uint32[..., 2]. Loops can carry it, programs can return it,
   and `callgate.use` takes it; its numbers have no other use. Under `jax.vmap` it refers to one
-  object for each lane. Its tangents have the type float0. Handles of objects in different places
-  are different types for loops and branches.
+  object for each lane. Its tangents have the type float0. Handles of objects in different places,
+  and of different solvers' factors, are different types for loops and branches.
   """
 
   __slots__ = ()
 
-  def __init__(self, words: Any, place: str | None = None) -> None:
-    super().__init__(HandleWords(words, place))
+  def __init__(self, words: Any, place: str | None = None, solver: str | None = None) -> None:
+    super().__init__(HandleWords(words, place, solver))
 
   def __repr__(self) -> str:
     lanes = getattr(self._core.words, "shape", TYPE.shape)[: -len(TYPE.shape)]
@@ -69,8 +77,8 @@ class Handle(Public[HandleWords]):
 
 jax.tree_util.register_pytree_node(
   Handle,
-  lambda handle: ((core(handle).words,), core(handle).place),
-  lambda place, leaves: Handle(*leaves, place),
+  lambda handle: ((core(handle).words,), core(handle)[1:]),
+  lambda kind, leaves: Handle(*leaves, *kind),
 )
 
 

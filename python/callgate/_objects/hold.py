@@ -86,9 +86,12 @@ class HoldCallee(GateCallee):
 
 def holding(
   make: Callable[..., Any], options: GateOptions, named: Callable[[str], str] = str,
-  kind: type[HoldCallee] = HoldCallee,
+  kind: type[HoldCallee] = HoldCallee, solver: str | None = None,
 ) -> HoldCallee:  # fmt: skip
-  """Makes the gate that makes objects; `named` returns the maker's name for the gate's messages."""
+  """Makes the gate that makes objects; `named` returns the maker's name for the gate's messages.
+
+  `solver` is that of the handles.
+  """
   _part.load("scopes")  # loops may contain handles
   # Refers to no gate, because that holds the function below.
   maker, name = list[Maker](), list[str]()
@@ -107,12 +110,12 @@ def holding(
     words = table.add(value, maker[0], scope)
     if number is not None:
       tape.objects[words.tobytes()] = number
-    return Handle(words, place)
+    return Handle(words, place, solver)
 
   functools.update_wrapper(call, make)
   call.there = there = Making(make)  # type: ignore[attr-defined]
   run_on = options.run_on if runs_on is None else runs_on
-  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, place), run_on=run_on))
+  made = kind(call, dataclasses.replace(options, out=Handle(TYPE, place, solver), run_on=run_on))
   name.append(made.name)
   maker.append(Maker(named(made.name), str(where())))
   there.maker = maker[0]
@@ -224,6 +227,11 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
     GateDefinitionError: an option is wrong.
     ValueError: another live gate has the name.
   """
+  return held(make, options)
+
+
+def held(make: Callable[..., Any], options: HoldOptions, solver: str | None = None) -> Hold:
+  """Does as `hold`; `solver` is that of the handles."""
   given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
   label = f"hold '{options.name}'" if isinstance(options.name, str) else "hold"
   check.function(label, "make", make)
@@ -234,9 +242,9 @@ def hold(make: Callable[..., Any], /, *, options: HoldOptions) -> Hold:
     )
   if isinstance(options.run_on, concurrent.futures.Executor):
     check.refuse(label, "run_on", PLACES, options.run_on)
-  named = (lambda name: name) if options.name is not None else lambda _: short(make)
+  maker = f"{solver}.factor" if solver else short(make) if options.name is None else options.name
   given = on_thread(given, threads.objects())
-  return Hold(holding(make, GateOptions(out=(), **given), named))
+  return Hold(holding(make, GateOptions(out=(), **given), lambda _: maker, solver=solver))
 
 
 def short(make: Any) -> str:

@@ -114,17 +114,19 @@ class _Root(TwoArguments):
   def of_closure(self, first: Any, second: Any) -> Any:
     if (closed := arguments.closed_over(self._residual, second, first)) is None:
       return None
-    (residual, values), solver = closed, self._solver
+    residual, values = closed
+    with registry.defining(where()):  # the line may run again with another closure
+      made = self.over_values(self.of_closures, lambda x, theta: residual(x, theta[0], *theta[1]))
+    return made((first, values), second)
+
+  def over_values(self, name: str, residual: Callable[..., Any] | None = None) -> "_Root":
+    solver = self._solver
 
     def solve(theta: Any, x0: Any) -> Any:
       return solver(theta[0], x0)
 
-    with registry.defining(where()):  # the line may run again with another closure
-      made = _Root(
-        lambda x, theta: residual(x, theta[0], *theta[1]), solve, self._tangent_solve,
-        dataclasses.replace(self._options, name=f"{self.name} (closure)"),
-      )  # fmt: skip
-    return made((first, values), second)
+    options = dataclasses.replace(self._options, name=name)
+    return _Root(residual or self._residual, solve, self._tangent_solve, options)
 
   def check_arguments(self, leaves: Sequence[Any], tree: Any) -> None:
     x0 = jax.tree.leaves(jax.tree.unflatten(tree, leaves)[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import printed_by
 from scipy.linalg import cho_solve_banded, cholesky_banded, lu_factor, lu_solve
 
 import callgate as cg
@@ -246,6 +248,90 @@ def test_anything_else_is_refused() -> None:
     Counted(vmap="grid")
   with pytest.raises(cg.GateDefinitionError, match="b: expected 3 rows"):
     solver(A, jnp.ones(4), factor=solver.factor(A))
+
+
+@pytest.mark.parametrize("names", [("heat", "waves"), (None, None)])
+def test_a_factor_of_another_solver_is_refused(names: Any) -> None:
+  heat, waves = (Counted(name=name).solver for name in names)
+  said = (
+    rf"linear solver '{re.escape(heat.name)}': factor: expected a handle that its own factor\(a\) "
+    rf"returned, got one of linear solver '{re.escape(waves.name)}'. Pass factor=f with f = solver"
+  )
+  by_argument = jax.jit(lambda a, b, f: heat(a, b, factor=f))
+  for call in (
+    lambda: heat(A, U, factor=waves.factor(A)),
+    lambda: jax.jit(lambda a, b: heat(a, b, factor=waves.factor(a)))(A, U),
+    lambda: by_argument(A, U, jax.jit(waves.factor)(A)),
+    lambda: jax.vmap(lambda a, b: heat(a, b, factor=waves.factor(a)))(A[None], U[None]),
+    lambda: jax.grad(lambda a: heat(a, U, factor=waves.factor(a)).sum())(A),
+  ):
+    with pytest.raises(cg.GateDefinitionError, match=said):
+      call()
+  with pytest.raises(cg.GateDefinitionError, match=r"got one of callgate\.hold"):
+    heat(A, U, factor=cg.hold(lu_factor)(A))
+  want = jnp.linalg.solve(A, U)
+  for handle in (heat.factor(A), jax.jit(heat.factor)(A)):
+    np.testing.assert_allclose(by_argument(A, U, handle), want, rtol=1e-5)
+  assert cg.use(lambda lu: lu[0].copy(), heat.factor(A), out=A).shape == A.shape  # still an object
+  with pytest.raises(TypeError, match="pytree"):
+    jax.lax.cond(True, heat.factor, waves.factor, A)
+
+
+EXPORTED = """
+import pathlib, subprocess, sys
+import jax, jax.numpy as jnp, numpy as np
+from scipy.linalg import lu_factor, lu_solve
+import callgate as cg
+
+def solver(name="heat", c=1.0, of=lambda a: a):
+  return cg.linear_solver(
+    factor=lambda a: lu_factor(of(a)), solve=lambda lu, b: lu_solve(lu, b), name=name,
+    solve_transposed=lambda lu, b: lu_solve(lu, b, trans=1), vmap="whole",
+    matvec=lambda a, x: c * of(a) @ x,
+  )
+
+def root(c=1.0):
+  host = lambda t, x0: np.cbrt(t[0] * t[1])
+  return cg.root(lambda x, t: x**3 - c * t[0], solver=host, name="root")
+
+pair = lambda a: a[0] * a[1]
+heat = None if sys.argv[1] == "without" else solver()
+over = lambda c, a: lambda b: solver("waves", c, pair)((a, jax.lax.stop_gradient(c)), b)
+PROGRAMS = {
+  "steps": lambda a, b: jax.lax.scan(lambda u, _: (heat(a, u), None), b[0], length=3)[0],
+  "columns": lambda a, b: jax.vmap(jax.vmap(lambda b: heat(a, b)))(jnp.stack([b, 2 * b])),
+  "gradient": jax.grad(lambda a, b: jax.vmap(lambda b: heat(a, b, factor=heat.factor(a)))(b).sum()),
+  "closure": lambda a, b: jax.grad(lambda c: jax.vmap(over(c, a))(b).sum())(1.5),
+  "root": lambda a, b: jax.grad(lambda c: root(c)((b, jax.lax.stop_gradient(c)), b).sum())(1.5),
+}
+ARGS = 2 * jnp.eye(3) + 0.1, jnp.ones((4, 3))
+folder = pathlib.Path(sys.argv[2])
+if sys.argv[1] == "export":
+  for name, program in PROGRAMS.items():
+    exported = jax.export.export(jax.jit(program), disabled_checks=cg.export_checks())(*ARGS)
+    (folder / name).write_bytes(exported.serialize())
+    np.save(folder / f"{name}.npy", jax.jit(program)(*ARGS))
+else:
+  if sys.argv[1] == "run":
+    defined = solver("waves", of=pair), root()
+  for name in PROGRAMS:
+    try:
+      exported = jax.export.deserialize(bytearray((folder / name).read_bytes()))
+      found = exported.call(*ARGS)
+      np.testing.assert_allclose(found, np.load(folder / f"{name}.npy"), rtol=1e-6)
+      print(name, "ok")
+    except Exception as error:
+      print(name, str(error).partition("pass ")[2].partition(".")[0])
+"""
+
+
+def test_exported_solvers_need_only_their_own_names(tmp_path: Any) -> None:
+  names = ["steps", "columns", "gradient", "closure", "root"]
+  assert printed_by(EXPORTED, "export", str(tmp_path)) == ""
+  assert printed_by(EXPORTED, "run", str(tmp_path)).split("\n")[:-1] == [f"{n} ok" for n in names]
+  owners = dict.fromkeys(names, "heat") | {"closure": "waves", "root": "root"}
+  said = printed_by(EXPORTED, "without", str(tmp_path)).split("\n")[:-1]
+  assert said == [f"{name} name='{owner}'" for name, owner in owners.items()]
 
 
 def test_derivatives_of_a_matrix_in_bands_need_matvec() -> None:
