@@ -69,8 +69,12 @@ def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None
     listening.listen(1)
     unheard.replace(path)
     try:
-      how = f"the program waits for: python -m callgate attach {os.getpid()}"
-      print(f"callgate: {how}", file=sys.stderr, flush=True)
+      how = "" if stdin is None else "write pdb's commands to its stdin, or "
+      print(
+        "callgate: the program waits at a breakpoint, until pdb gets c (continue) or q (quit)\n"
+        f"callgate: {how}run on this machine: python -m callgate attach {os.getpid()}",
+        file=sys.stderr, flush=True,
+      )  # fmt: skip
       connection = _first(listening, stdin)
     finally:
       path.unlink(missing_ok=True)

@@ -23,10 +23,11 @@ from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
+from callgate._core.where import where
 from callgate._feed import resuming
 from callgate._feed.gate import FeedGate
 from callgate._jax import loops, tracing
-from callgate._loops import automatic, chunks
+from callgate._loops import automatic, chunks, resumed
 from callgate._loops.progress import Mark, Progress, deeper, marked, options_of, wrapped
 from callgate._loops.steps import (
   Ends,
@@ -243,7 +244,8 @@ def _saved_scan(
   state = ends.first_state(first, start)
   if save.resume and length:
     mark = Mark.of(bar, np.int32(length) - start)
-    last, ys = _scan_from(start, marked(step, mark, of_step), state, xs, length, ys, reverse)
+    results = _scan_from(start, marked(step, mark, of_step), state, xs, length, ys, reverse)
+    last, ys = resumed.without_transpose(results, str(save.folder), str(where()))
   else:
     last, ys = jax.lax.scan(marked(step, Mark.of(bar), of_step), state, xs, length, reverse, *rest)
   count, _, carry = last

@@ -126,6 +126,8 @@ def _of_scan(body: Unmarked, params: dict[str, Any], operands: _Values) -> _Mark
     # The residuals of a step that only some lanes skip aren't zeros, and an iteration of the
     # backward loop may contain steps of two forward iterations.
     going = None
+  if going is not None and not going.carried and not is_open(length) and length == 0:
+    going = None  # no step has a flag
   if going is not None and not going.carried:
     flags = tracing.unvaried(xs[going.flag])
     flags = jnp.any(flags, tuple(range(1, flags.ndim)))

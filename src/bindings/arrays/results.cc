@@ -3,6 +3,8 @@
 #include "bindings/arrays/results.h"
 
 #include <array>
+#include <string>
+#include <string_view>
 
 namespace callgate::bindings {
 namespace {
@@ -14,7 +16,27 @@ nb::object limits_of(DType dtype) {
                               : "iinfo")(nb::handle(reinterpret_cast<PyObject*>(descr_of(dtype))));
 }
 
+// "a tuple of 2 (float32[2,3] as one array)"
+std::string describe_sequence(PyObject* value) {
+  const std::string text = (PyTuple_Check(value) ? "a tuple of " : "a list of ") +
+                           std::to_string(PySequence_Size(value));
+  nb::object array = array_of_sequence(value);
+  if (!array.is_valid() || PyArray_DESCR(as_array(array))->type_num == NPY_OBJECT) return text;
+  return text + " (" + describe(array.ptr()) + " as one array)";
+}
+
 }  // namespace
+
+nb::object array_of_sequence(PyObject* value) {
+  try {
+    return array_of(value);
+  } catch (nb::python_error& error) {
+    const bool ragged = error.matches(PyExc_ValueError) &&
+                        std::string_view(error.what()).find("inhomogeneous") != std::string::npos;
+    if (!ragged) throw;
+    return {};
+  }
+}
 
 std::string outside(DType dtype, const std::string& came) {
   nb::object limits = limits_of(dtype);
@@ -29,6 +51,7 @@ std::string describe(PyObject* value) {
     return std::string("a Python ") + nb::str(number.type().attr("__name__")).c_str() + " " +
            nb::str(number).c_str();
   }
+  if (is_sequence(value) && !is_masked(value)) return describe_sequence(value);
   nb::object array = array_of(value);
   if (!PyArray_Check(value) && PyArray_DESCR(as_array(array))->type_num == NPY_OBJECT)
     return nb::str(nb::object(nb::handle(value).type().attr("__name__"))).c_str();

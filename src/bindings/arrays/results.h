@@ -27,6 +27,11 @@ inline nb::object array_of(PyObject* value) {
   return taken(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
 }
 
+inline bool is_sequence(PyObject* value) { return PyTuple_Check(value) || PyList_Check(value); }
+
+// The array of a tuple or list; null if its items have several shapes.
+nb::object array_of_sequence(PyObject* value);
+
 // True for a masked array, or a sequence that contains one, because results can't have a mask.
 // Lists nested more than `depth` deep aren't arrays for NumPy either, and may contain themselves.
 inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
@@ -40,7 +45,7 @@ inline bool is_masked(PyObject* value, int depth = NPY_MAXDIMS) {
     if (!masked.is_valid()) clear_error();
     return masked.ptr() == Py_True;
   }
-  if (depth == 0 || (!PyList_Check(value) && !PyTuple_Check(value))) return false;
+  if (depth == 0 || !is_sequence(value)) return false;
   for (Py_ssize_t i = 0; i < PySequence_Size(value); ++i) {  // __array__ of an item may shorten it
     nb::object item = nb::steal(PySequence_GetItem(value, i));
     if (item.is_valid() && is_masked(item.ptr(), depth - 1)) return true;
@@ -54,8 +59,8 @@ inline bool is_number(PyObject* value) {
   return PyLong_Check(value) || PyFloat_CheckExact(value) || PyComplex_CheckExact(value);
 }
 
-// `value` for messages: an array's type "float32[3,4]", "a Python float 7.0", or the type's name of
-// other objects. Throws Python's errors.
+// `value` for messages: an array's type "float32[3,4]", "a Python float 7.0", "a tuple of 2
+// (float32[2,3] as one array)", or the type's name of other objects. Throws Python's errors.
 std::string describe(PyObject* value);
 
 // --- Values that the declared type may not hold
@@ -118,7 +123,8 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
   PyObject* given = value;
   if (is_masked(value)) return describe(value);
   if (!PyArray_Check(value)) {
-    converted = array_of(value);
+    converted = is_sequence(value) ? array_of_sequence(value) : array_of(value);
+    if (!converted.is_valid()) return describe(given);
     value = converted.ptr();
     if (is_masked(value)) return describe(given);  // the result of its __array__
   }
@@ -139,6 +145,7 @@ inline std::optional<std::string> store(const ArrayView& target, PyObject* value
   } else if (!same) {
     const bool castable =
         PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING) != 0;
+    if (PyList_Check(given)) given = value;  // its elements have another type
     if (!castable) return describe(given);
     if (!cast) return describe(given) + "; pass cast=True to cast results";
   }

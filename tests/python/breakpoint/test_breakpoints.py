@@ -370,6 +370,26 @@ def test_a_process_without_a_terminal_is_attached_to(
     program.kill()
 
 
+def test_a_program_whose_stdin_is_a_pipe_says_what_it_waits_for(tmp_path: Path) -> None:
+  environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+  program = subprocess.Popen(
+    [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE, text=True, env=environment,
+  )  # fmt: skip
+  try:
+    lines = iter(program.stderr or ())
+    first = next(line for line in lines if "waits at a breakpoint" in line)
+    assert first.endswith("until pdb gets c (continue) or q (quit)\n")
+    assert next(lines) == (
+      "callgate: write pdb's commands to its stdin, or run on this machine: "
+      f"python -m callgate attach {program.pid}\n"
+    )
+    out, _ = program.communicate("c\n", timeout=120)
+    assert "result [-1.0, 7.0]" in out
+  finally:
+    program.kill()
+
+
 @pytest.mark.parametrize("typed", ["", "p x\np y\n"])
 def test_a_hang_up_is_no_end(tmp_path: Path, typed: str) -> None:
   """The program waits at its breakpoint for another debugger."""

@@ -324,6 +324,29 @@ def test_derivatives_without_resume(tmp_path: Path) -> None:
   )
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("until", [None, lambda c: c < 0])
+def test_a_resumed_loop_refuses_reverse_mode_by_name(
+  tmp_path: Path, jitted: bool, until: Any
+) -> None:
+  saves = cg.Checkpoints(tmp_path, every=2, resume=True)
+  run = lambda x, w: cg.scan(
+    lambda c, _: (jnp.sin(w * c), None), x, length=6, save=saves, until=until
+  )[0]
+  for transform in (jax.grad, jax.jacrev):
+    derivative = transform(run, 1)
+    with pytest.raises(cg.GateDefinitionError) as raised:
+      (jax.jit(derivative) if jitted else derivative)(0.3, 2.0)
+    said = str(raised.value)
+    assert f"save=Checkpoints('{tmp_path}', resume=True): expected no reverse-mode" in said
+    assert "got one of the loop at " in said
+    assert "test_checkpoints.py:" in said
+    assert "forward mode" in said
+  assert np.isfinite(jax.jvp(lambda w: run(0.3, w), (2.0,), (1.0,))[1])
+  loss = lambda w: (jax.lax.stop_gradient(run(0.3, w)) * w).sum()
+  assert np.isfinite(jax.grad(loss)(2.0))
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_lanes_and_regions_are_refused_by_name(tmp_path: Path, resume: bool) -> None:
   saves = cg.Checkpoints(tmp_path, resume=resume)

@@ -326,6 +326,35 @@ def test_cast_allows_the_casts_that_numpy_calls_same_kind(
     assert f"expected {declared}[3], got {given}[3]" in message_of(value, out, cast=cast)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(
+  ("value", "came"),
+  [
+    ((ZEROS, ZEROS), "a tuple of 2 (float32[2,3] as one array)"),
+    ([ZEROS, ZEROS], "a list of 2 (float32[2,3] as one array)"),
+    ((ZEROS,), "a tuple of 1 (float32[1,3] as one array)"),
+    (np.linalg.eigh(np.eye(3)), "a tuple of 2"),  # of two shapes
+    ((ZEROS, None), "a tuple of 2"),
+    ((1.0, 2.0), "a tuple of 2 (float64[2] as one array)"),
+    ((), "a tuple of 0 (float64[0] as one array)"),
+  ],
+)
+def test_a_tuple_for_one_array_is_named_as_a_tuple(value: Any, came: str, cast: bool) -> None:
+  message = message_of(value, cast=cast)
+  assert f"result 0: expected float32[3], got {came}" in message
+  message = message_of((value, ZEROS), (VECTOR, VECTOR), cast=cast)
+  assert f"result 0: expected float32[3], got {came}" in message
+
+
+def test_an_error_of_an_items_own_conversion_stays() -> None:
+  class Odd:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+      raise ValueError("no array today")
+
+  with pytest.raises(ValueError, match="no array today"):
+    run((Odd(), Odd()))
+
+
 def test_cast_does_not_change_shapes() -> None:
   assert "got float64[1]" in message_of(np.zeros(1), cast=True)
 

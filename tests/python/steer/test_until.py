@@ -206,3 +206,15 @@ def test_with_bars_stops_and_checkpoints(tmp_path: Any) -> None:
 def test_anything_else_is_refused(until: Any, said: str) -> None:
   with pytest.raises(TypeError, match=said):
     cg.scan(lambda c, x: (c, x), 0, jnp.arange(3), until=until)
+
+
+@pytest.mark.parametrize("ends", [{"until": lambda c: c < 0}, {"stoppable": True}])
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_loop_without_steps_has_derivatives(ends: Any, length: int) -> None:
+  def last(x: Any) -> Any:
+    return cg.scan(lambda c, t: (jnp.sin(c) * t, c), x, jnp.ones(length), **ends)[0]
+
+  want = [1.0, np.cos(0.5)][length]
+  for derivative in (jax.grad(last), jax.jacfwd(last), jax.jit(jax.grad(last))):
+    np.testing.assert_allclose(derivative(0.5), want, rtol=1e-6)
+  np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(last)))(jnp.array([0.5])), [want], rtol=1e-6)
