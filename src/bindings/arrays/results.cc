@@ -18,8 +18,8 @@ nb::object limits_of(DType dtype) {
 
 // "a tuple of 2 (float32[2,3] as one array)"
 std::string describe_sequence(PyObject* value) {
-  const std::string text = (PyTuple_Check(value) ? "a tuple of " : "a list of ") +
-                           std::to_string(PySequence_Size(value));
+  std::string text = (PyTuple_Check(value) ? "a tuple of " : "a list of ") +
+                     std::to_string(PySequence_Size(value));
   nb::object array = array_of_sequence(value);
   if (!array.is_valid() || PyArray_DESCR(as_array(array))->type_num == NPY_OBJECT) return text;
   return text + " (" + describe(array.ptr()) + " as one array)";
