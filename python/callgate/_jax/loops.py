@@ -64,6 +64,14 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
+def traced_once(step: Callable[..., Any]) -> Any:
+  """Returns a function that JAX traces once and whose operations keep the user's lines.
+
+  A jit that 0.12 inlines keeps them. One that 0.10 or 0.11 inlines gives them the line of its call.
+  """
+  return jax.jit(step, inline=jax.__version_info__ >= (0, 12))
+
+
 def split_scan(params: Mapping[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
   """Splits values for a `scan`'s operands into (constants, carry, scanned operands)."""
   first, count = scan_counts(params)

@@ -221,7 +221,7 @@ def _saved_scan(
   """Returns the last state and the ys; `rest` are arguments of `jax.lax.scan`, from `unroll` on."""
   if not isinstance(save, Checkpoints):
     _options.refuse("scan", "save", "callgate.Checkpoints or None", save)
-  body = jax.jit(lambda carry, x: f(carry, x), inline=True)  # traced once
+  body = loops.traced_once(lambda carry, x: f(carry, x))
   feeds: list[FeedGate] = []  # the feeds that the body reads, once it has been traced
   ys: Any = None
   if save.resume and (length := _length(xs, length)):

@@ -122,7 +122,7 @@ def of_step(state: LoopState, _: Any) -> tuple[Any, list[Any]]:
 
 def ending(step: Step, ends: Ends) -> Step:
   """Makes a step that first checks if the loop has ended or must stop, and then does nothing."""
-  step = jax.jit(step, inline=True)  # traced once, for its results' types and for the step
+  step = loops.traced_once(step)  # for its results' types, and for the step
 
   def body(state: LoopState, x: Any) -> tuple[LoopState, Any]:
     count, going, carry = state

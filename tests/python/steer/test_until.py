@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -218,3 +219,29 @@ def test_a_loop_without_steps_has_derivatives(ends: Any, length: int) -> None:
   for derivative in (jax.grad(last), jax.jacfwd(last), jax.jit(jax.grad(last))):
     np.testing.assert_allclose(derivative(0.5), want, rtol=1e-6)
   np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(last)))(jnp.array([0.5])), [want], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["stoppable", "until", "save"])
+def test_errors_in_a_step_name_the_users_line(kind: str, tmp_path: pathlib.Path) -> None:
+  def fails(x: Any) -> Any:
+    raise ValueError("no")
+
+  fails = cg.gate(fails, out=lambda x: x, name=f"lines.{kind}")
+
+  def step_with_a_gate(c: Any, _: Any) -> Any:
+    return fails(c), None
+
+  def step_with_a_nan(c: Any, _: Any) -> Any:
+    return jnp.log(-1 - c * c), None
+
+  def run(step: Any) -> Any:
+    save = cg.Checkpoints(tmp_path / step.__name__, every=2)
+    more: Any = {"stoppable": True, "until": beyond, "save": save}[kind]
+    return cg.scan(step, jnp.float32(0), None, length=3, **{kind: more})[0]
+
+  with pytest.raises(ValueError, match="no") as caught, cg.errors():
+    jax.block_until_ready(jax.jit(lambda: run(step_with_a_gate))())
+  assert any("step_with_a_gate" in note for note in caught.value.__notes__)
+  report = cg.find_nan(lambda: run(step_with_a_nan))()
+  assert report is not None
+  assert "step_with_a_nan" in report.source
