@@ -17,7 +17,7 @@ from interpreters import output_of
 from jax.interpreters import batching as jax_batching
 
 import callgate
-from callgate._jax import batching, loops, refs, remat, tracing
+from callgate._jax import batching, loops, refs, remat, sources, tracing, walk
 
 P = jax.P
 X = np.arange(4, dtype=np.float32)
@@ -270,6 +270,20 @@ def test_an_equation_that_is_lowered_to_a_jaxpr_tells_it() -> None:
   twice.def_vmap(lambda size, batched, x: (2 * x, True))
   mapped = equation("custom_vmap_call", twice, X)
   np.testing.assert_array_equal(tracing.jaxpr_as_fun(loops.called(mapped))(X)[0], 2 * X)
+
+
+def test_a_function_that_is_traced_once_keeps_the_users_lines() -> None:
+  traced = list[bool]()
+
+  def step(x: Any) -> Any:
+    traced.append(True)
+    return jnp.sin(x)
+
+  once = loops.traced_once(step)
+  closed = jax.make_jaxpr(lambda x: once(once(x)))(0.5)
+  assert traced == [True]
+  (sine, _) = (eqn for eqn in walk.equations(closed.jaxpr) if eqn.primitive.name == "sin")
+  assert "step" in sources.source_of(sine)
 
 
 def test_some_programs_take_the_old_checkpoint() -> None:
