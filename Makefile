@@ -9,6 +9,8 @@
 #   make programs-planted
 #                  check that random programs find planted faults: PLANTED_SECONDS for each
 #   make fuzz      fuzz the parsers: FUZZ_SECONDS for each target
+#   make free-threaded-test
+#                  run the tests on a Python without the GIL, which it builds if none is found
 #   make examples  test the examples and the code in the documentation
 #   make portable-wheel TARGET=aarch64-linux
 #                  build a manylinux_2_28 wheel with zig, or one for macOS (aarch64-macos), which has
@@ -78,7 +80,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help ecosystem executors demo test quick soak programs programs-planted fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem executors demo test free-threaded-test quick soak programs programs-planted fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
@@ -101,7 +103,7 @@ $(VENV)/.stamp-build: pyproject.toml tools/requirements.py | $(PY)
 
 $(VENV)/.stamp-%: pyproject.toml tools/requirements.py $(VENV)/.stamp-build
 	$(call timed,install,$* $(VENV)) \
-	  $(INSTALL) $$($(PY) tools/requirements.py $(subst +, ,$*)) $(WITH_JAX)
+	  $(INSTALL) $$($(PY) tools/requirements.py $(WITH_WHEELS) $(subst +, ,$*)) $(WITH_JAX)
 	touch $@
 
 # PyTorch's CPU build, if pip finds one (the default wheel downloads gigabytes of CUDA). Without it,
@@ -311,6 +313,15 @@ matrix:
 	for jax in $(MATRIX_JAX); do \
 	  $(MAKE) python-test VENV=.venv-jax-$$jax JAX=$$jax PYTHON="$(PYTHON)" TEST_XLA=default \
 	    WHEEL="$$(echo build/matrix/callgate-*.whl)"; \
+	done
+
+# On a Python without the GIL, with those of the tests' libraries that have wheels for it. It is not
+# part of `.ci/run` unless such a Python is found.
+free-threaded-test: export PIP_ONLY_BINARY = :all:
+free-threaded-test:
+	@python="$$(sh tools/free_threaded_python.sh --build)" && unset PIP_CONSTRAINT && \
+	for target in "cpp-test python-test" 'programs PROGRAMS_ARGS="--jobs 1 --most 200"'; do \
+	  eval $(MAKE) VENV=.venv-free PYTHON="$$python" WITH_WHEELS=--with-wheels $$target; \
 	done
 
 WHEEL_DIR ?= dist

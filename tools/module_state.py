@@ -13,8 +13,8 @@ A comment at the state says what guards it, and of what grows, what empties it. 
 
     guarded by LOCK            a lock of this module, or `other._lock` of another;
                                exceptions follow after a comma
-    under the GIL: REASON      single steps of Python, which no other thread comes between;
-                               exceptions follow after "but for"
+    atomic: REASON             single steps of Python, which no other thread comes between, with
+                               the GIL or without; exceptions follow after "but for"
     set once: REASON           nobody changes it later
     one thread: REASON         no other one reads or changes it
     locks itself: REASON       an instance with a lock of its own
@@ -63,13 +63,13 @@ CHANGES = {
 # The guard of each kind that needs no comment, and what empties a kind.
 GUARDED = {
   "cache": "its own lock",
-  "count": "the GIL: `next()` is one step",
+  "count": "atomic: `next()` is one step",
   "event": "its own lock",
   "thread's own": "each thread has its own",
 }
 # The page's words for those of comments.
 KINDS = {
-  "under the gil": "the GIL",
+  "atomic": "atomic",
   "set once": "set once",
   "one thread": "one thread",
   "locks itself": "its own lock",
@@ -85,7 +85,7 @@ EMPTIED = {
 _ENDS = "emptied by .+|at most .+|never emptied: .+"
 SAID = re.compile(
   r"(?:^|[.:;,] )(?:(?:guarded by (?P<by>[\w.]+\w)(?:, (?P<but>[^;]+))?|"
-  r"(?P<kind>under the GIL|set once|one thread|locks itself|constant): (?P<why>[^;]+))"
+  r"(?P<kind>atomic|set once|one thread|locks itself|constant): (?P<why>[^;]+))"
   rf"(?:; (?P<ends>{_ENDS}))?|(?P<lone>{_ENDS}))$",
   re.IGNORECASE,
 )
@@ -327,7 +327,7 @@ def _faults(
     yield f"expected the name of a module's lock, got {match['by']}"
   elif not row.emptied and name.kind not in EMPTIED:
     yield "expected a comment that says what empties it, got none"
-  elif row.guard.startswith("the GIL") and in_steps and "but for" not in row.guard:
+  elif row.guard.startswith("atomic") and in_steps and "but for" not in row.guard:
     how = "valuerefs(), keyrefs() or `weak.members`" if name.kind == "weak table" else "list(...)"
     yield f"expected one step to go through it, by {how}, got a loop that others come between"
 
@@ -363,12 +363,12 @@ This page lists the module-level names of the package whose values change while 
 it before you add state, or debug a race. A name belongs to its module. `python
 tools/module_state.py` generates the page from the code and from the comment at each name; the
 tool's docstring describes these comments. A test fails if a name has no comment, if the page is
-outdated, or if code iterates over a table that only the GIL guards.
+outdated, or if code iterates in steps over a table whose single steps are atomic.
 
 - A *cell* is a name that a `global` statement reassigns.
 - *A module's lock* is held for each change, and for each access of more than one step.
-- *The GIL* guards a name if each change and each access is a single step. Free-threaded
-  Python needs a lock there, or a container whose steps are atomic.
+- An *atomic* name needs no lock, because each change and each access is a single step of Python's
+  containers. Python's containers keep their steps atomic without the GIL, too.
 - *Set once* names don't change later. A *one thread* name is only read and changed by that thread.
 - Caches, events and a few objects have a lock of their own.
 """

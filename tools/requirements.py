@@ -4,12 +4,15 @@
     python tools/requirements.py run          # what callgate needs at run time
     python tools/requirements.py build        # what building in place needs, jaxlib left out
     python tools/requirements.py test demo    # extras, or groups of dependencies, of these names
+    python tools/requirements.py --with-wheels test demo  # only those with wheels for this Python
 
-`build` is for `pip install --no-build-isolation`, where the headers come from
-tools/fetch_xla_headers.py and the environment's own jaxlib may be a newer one.
+With `--with-wheels` it asks pip for each, and names those it leaves out on stderr: for a Python for
+which few libraries have wheels. `build` is for `pip install --no-build-isolation`, where the
+headers come from tools/fetch_xla_headers.py and the environment's own jaxlib may be a newer one.
 """
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -39,13 +42,27 @@ def _expanded(requirement: str) -> list[str]:
   return [one for group in match[1].split(",") for one in requirements(group)]
 
 
-def main(groups: list[str]) -> int:
-  for group in groups:
+def _has_wheels(requirement: str) -> bool:
+  """True if this and all that it needs can be installed from wheels."""
+  command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
+  options = ["--dry-run", "--only-binary=:all:", requirement]
+  return subprocess.run([*command, *options], capture_output=True, check=False).returncode == 0
+
+
+def main(arguments: list[str]) -> int:
+  for group in arguments:
+    if group == "--with-wheels":
+      continue
     try:
-      print("\n".join(requirements(group)))
+      listed = requirements(group)
     except KeyError:
       print(f"pyproject.toml has no extra and no group {group!r}", file=sys.stderr)
       return 1
+    for requirement in listed:
+      if "--with-wheels" not in arguments or _has_wheels(requirement):
+        print(requirement)
+      else:
+        print(f"no wheels for this Python: {requirement}", file=sys.stderr)
   return 0
 
 

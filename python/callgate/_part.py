@@ -241,7 +241,7 @@ def load(name: str) -> Any:
   return sys.modules[module]
 
 
-_loaded: set[str] = set()  # under the GIL: single steps; at most one entry for each part
+_loaded: set[str] = set()  # atomic: single steps; at most one entry for each part
 
 
 def load_for(name: str) -> None:

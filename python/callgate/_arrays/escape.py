@@ -11,7 +11,6 @@ views.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import inspect
@@ -36,7 +35,7 @@ from callgate._part import Wait
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
-# Held while reading other threads' frames, which hold the arguments of calls.
+# Held while reading other threads' frames, or searching the heap: these hold the arguments of calls.
 reading_frames = threading.Lock()
 
 
@@ -112,7 +111,7 @@ _VIEW = 2  # in a Suspect
 
 # The gates with a call whose view was in a reference cycle of the collector's oldest generation.
 # After their next calls that generation is collected at once. A gate that dies removes itself.
-_leave_old_cycles: weakref.WeakSet[Any] = weakref.WeakSet()  # under the GIL: single steps
+_leave_old_cycles: weakref.WeakSet[Any] = weakref.WeakSet()  # atomic: single steps
 _OLDEST = 2
 
 
@@ -122,24 +121,28 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
   A cycle that the call itself left is usually young, and collecting young objects takes
   microseconds. Collecting all objects takes time in proportion to their number.
   """
-  with reading_frames:
-    pass  # the report's references are gone now
   known = registry.get(gate) in _leave_old_cycles
   for generation in (_OLDEST,) if known else range(_OLDEST):
     gc.collect(generation)
-    if not _escaped(suspects):
+    if not _escaped_now(suspects):
       return []
   _clear_ended_frames()
   for attempt in range(5):
     time.sleep(0.0005 * attempt)  # lets a thread drop its argument
-    if not _escaped(suspects):
+    if not _escaped_now(suspects):
       return []
   gc.collect(_OLDEST)
-  if not _escaped(suspects) and (found := registry.get(gate)) is not None:
+  if not _escaped_now(suspects) and (found := registry.get(gate)) is not None:
     _leave_old_cycles.add(found)
   for suspect in suspects:  # no name for its view, which would be a reference
     _await_xla(suspect[2], until_dropped=False)
-  return _escaped(suspects)
+  return _escaped_now(suspects)
+
+
+def _escaped_now(suspects: list[Suspect]) -> list[Suspect]:
+  """Returns the escaped views while no thread reads frames or searches the heap."""
+  with reading_frames:
+    return _escaped(suspects)
 
 
 # Code whose frames may be resumed.
@@ -198,12 +201,13 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
   del view
   # An exception's frames hold the arguments. They usually account for all references, so the search
   # of the whole heap (much of a second) is not needed.
-  if exception is not None:
-    rescue.repoint(_holders.frames_of(exception))
-    rescue.account()
-  if exception is None or rescue.remaining:
-    rescue.repoint(_holders.heap())
-    rescue.account()
+  with reading_frames:
+    if exception is not None:
+      rescue.repoint(_holders.frames_of(exception))
+      rescue.account()
+    if exception is None or rescue.remaining:
+      rescue.repoint(_holders.heap())
+      rescue.account()
   return rescue
 
 
@@ -320,15 +324,17 @@ def _owner(item: Any) -> Any:
 
 
 # Weak references to the jax.Arrays over Buffers, by Buffer. These arrays can't be repointed, only
-# deleted. Their address doesn't identify them, because the program's own input may share it. Under
-# the GIL: single steps.
+# deleted. Their address doesn't identify them, because the program's own input may share it.
+# Atomic: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# The same by their ids. Under the GIL: single steps; emptied by the next view of those that died. A
-# callback in Python code could swallow the exception of a signal handler.
+# The same by their ids. Guarded by _noting, but for reads; emptied by the next view of those that
+# died. A callback in Python code could swallow the exception of a signal handler.
 _views: dict[int, weakref.KeyedRef[int, Any]] = {}
-# Views that died. Under the GIL: single steps; emptied by the next view.
+# Views that died. Guarded by _noting, but for their callback, a single step; emptied by the next
+# view.
 _dead: list[weakref.KeyedRef[int, Any]] = []
-_making: set[int] = set()  # threads that make a view. Under the GIL: single steps; emptied by these
+_noting = threading.RLock()  # a signal handler may run a program
+_making: set[int] = set()  # threads that make a view. Atomic: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
 
@@ -338,13 +344,13 @@ def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
   _making.add(thread)
   try:
     array = make()
-    with contextlib.suppress(IndexError):
+    with _noting:
       while _dead:
         dead = _dead.pop()
         if _views.get(dead.key) is dead:
           del _views[dead.key]
-    view = weakref.KeyedRef[int, Any](array, _dead.append, id(array))
-    jax_arrays[buffer] = _views[view.key] = view
+      view = weakref.KeyedRef[int, Any](array, _dead.append, id(array))
+      jax_arrays[buffer] = _views[view.key] = view
   finally:
     _making.discard(thread)
   return array

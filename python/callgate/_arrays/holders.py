@@ -107,9 +107,15 @@ def instance_of(namespace: Any) -> Any:
 def heap() -> list[Any]:
   """Returns the objects that the collector tracks, and the locals of running frames."""
   frames = _running_frames()  # first, so that its own objects are found below
-  tracked = gc.get_objects()
+  tracked = _tracked()
   known = set(frames).intersection(map(id, tracked))
   return tracked + [item for key, item in frames.items() if key not in known]
+
+
+def _tracked() -> list[Any]:
+  """Returns the collector's objects, without tuples that another thread may be making."""
+  live_objects: Any = getattr(_callgate, "live_objects", None)  # in free-threaded Python
+  return gc.get_objects() if live_objects is None else live_objects(None)
 
 
 # Since Python 3.14 a call's arguments may borrow the references of the caller's variables.
@@ -121,10 +127,13 @@ def _running_frames() -> dict[int, Any]:
 
   Where callees may borrow, an object is in the containers of one thread as often as in its frame
   that has it most often: each surplus count could hide a holder that nobody knows.
+
+  Free-threaded Python can't read the locals of another thread's frame, which runs meanwhile. There
+  these are unknown holders.
   """
   found: dict[int, Any] = {}
   frame: Any = None
-  for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
+  for frame in _frames_of_threads():
     while frame is not None and frame.f_globals.get("__name__") in _OURS:
       frame = frame.f_back
     seen: Counter[int] = Counter()  # of this thread's inner frames
@@ -142,6 +151,12 @@ def _running_frames() -> dict[int, Any]:
         found[id(values)] = values
   frame = f = None  # breaks the cycle through our own frame
   return found
+
+
+def _frames_of_threads() -> list[Any]:
+  if hasattr(_callgate, "live_objects"):
+    return [sys._getframe()]  # pyright: ignore[reportPrivateUsage]
+  return list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage]
 
 
 def _beyond(seen: Counter[int], values: list[Any]) -> list[Any]:

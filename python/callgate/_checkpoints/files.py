@@ -35,7 +35,7 @@ from callgate._core import paths
 
 _OLD = "-old"
 _TRIES = 5  # attempts to replace a folder that another process restores
-# Runs that have begun in this process, or whose parts it has written. Under the GIL: single steps;
+# Runs that have begun in this process, or whose parts it has written. Atomic: single steps;
 # never emptied: one number for each run, whose parts may come at any time.
 _runs: set[int] = set()
 _naming = threading.Lock()  # held while a step's folder has another one's name

@@ -29,7 +29,7 @@ from callgate._sharding import tiles
 from callgate._tap import channel, tap
 
 _NUMBER = jax.ShapeDtypeStruct((), np.int32)
-# The channels, which may outlive their `Checkpoints`, and the folders. Under the GIL: single steps.
+# The channels, which may outlive their `Checkpoints`, and the folders. Atomic: single steps.
 channels: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
 

@@ -14,7 +14,7 @@ from callgate._jax import distributed
 from callgate._process import group as _group
 
 _KEY = "callgate/checkpoints/refused/"
-# Under the GIL: single steps; never emptied: one text for each run or step that is not saved.
+# Atomic: single steps; never emptied: one text for each run or step that is not saved.
 _refused: set[str] = set()
 
 

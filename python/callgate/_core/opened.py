@@ -27,7 +27,7 @@ class OpenRun:
   results: Callable[[], dict[str, Any]]
 
 
-_run: OpenRun | None = None  # under the GIL: one assignment
+_run: OpenRun | None = None  # atomic: one assignment
 
 
 def run() -> OpenRun | None:

@@ -18,7 +18,7 @@ from callgate._core.errors import ReplayError
 Type = tuple[int, tuple[int, ...]]  # the code of a dtype, and extents
 UNKNOWN = -1
 # The number of the recorded call that made an object, by the object's handle, in the open block.
-# Under the GIL: single steps; emptied by the begin and the end of each block.
+# Atomic: single steps; emptied by the begin and the end of each block.
 objects: dict[bytes, int] = {}
 
 

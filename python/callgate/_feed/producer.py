@@ -40,7 +40,7 @@ class _Entry:
 
 _END: Any = object()
 _GONE: Any = object()
-alive: weakref.WeakSet[Producer] = weakref.WeakSet()  # under the GIL: single steps
+alive: weakref.WeakSet[Producer] = weakref.WeakSet()  # atomic: single steps
 
 
 class Producer:

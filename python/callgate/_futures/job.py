@@ -264,7 +264,7 @@ class CallQueue:
     self._threads = 0
 
 
-# Under the GIL: single steps, but for a fork's child, which has one thread.
+# Atomic: single steps, but for a fork's child, which has one thread.
 _queues: weakref.WeakSet[CallQueue] = weakref.WeakSet()
 
 
@@ -325,8 +325,14 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
   """Runs the loop until `close` ends it, even if a coroutine stops it."""
+  import asyncio
+
   while _loop is loop and not loop.is_closed():
     loop.run_forever()
+  # Here, because Python's end may finalize the loop's sockets before the loop.
+  for task in asyncio.all_tasks(loop):
+    task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+  loop.close()
 
 
 def close(seconds: float) -> None:

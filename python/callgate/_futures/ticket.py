@@ -158,7 +158,7 @@ def member(gate: GateCallee, suffix: str, name: str) -> GateCallee:
 
 
 def _begin(gate: GateCallee, name: str) -> GateCallee:
-  function, label, timeout = gate.function, gate.label, gate.timeout
+  function, label, timeout = gate.called, gate.label, gate.timeout
   arrays: Any = gate.arrays
   queue = gate.place if isinstance(gate.place, ThreadPlace) else None
 
@@ -308,7 +308,7 @@ class _Among(list[Any]):
   __slots__ = ("__weakref__",)
 
 
-# Under the GIL: single steps, and a trace is of one thread.
+# Atomic: single steps, and a trace is of one thread.
 _traced: weakref.WeakValueDictionary[int, _Among] = weakref.WeakValueDictionary()
 
 

@@ -23,7 +23,7 @@ from callgate._core import options as _options
 from callgate._core import registry, signatures, split
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import Public, core_of
-from callgate._gate import annotations
+from callgate._gate import annotations, turns
 from callgate._gate.options import Arrays, GateOptions, Style, no_copy, place_of
 from callgate._places import objects
 from callgate._places.place import RemoteGate
@@ -38,6 +38,7 @@ class GateCallee(Operation):
 
   Attributes:
     function: the user's callable.
+    called: the same, with calls that take turns if the gate is serial.
     style, arrays, run_on, retries, affinity, in_flight: the options of `callgate.gate`.
     place: the place that `run_on` names.
     remote: the gate's state in other processes; None if it runs in this one.
@@ -64,6 +65,7 @@ class GateCallee(Operation):
     options = options.checked(label)
     super().__init__(name, options)
     self.function = function
+    self.called = turns.in_turn(function) if options.serial else function
     self.style, self.arrays, self.run_on = options.style, options.arrays, options.run_on
     self.place = place_of(self.run_on)
     self.timeout = options.timeout or 0.0
@@ -77,6 +79,7 @@ class GateCallee(Operation):
     self.remote: RemoteGate | None = None
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
+    self.parallel = options.parallel
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.defaults = signatures.defaults(function, leading)
     self.traits = self.traits.but(
@@ -103,12 +106,13 @@ class GateCallee(Operation):
       self.remote, callee = bound
       return callee
     return _callgate.Callee(
-      self.name, self.function, style=self.style, timeout=self.timeout,
-      bind=functools.partial(bind.bind, self.function, self.style, self.arrays, self.name),
+      self.name, self.called, style=self.style, timeout=self.timeout,
+      bind=functools.partial(bind.bind, self.called, self.style, self.arrays, self.name),
       arrays="numpy" if self.arrays == "numpy" else "buffer",
       owned_inputs=self.copy, own_thread=self.run_on == "own",
       native=self.traits.on_device,
       default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+      parallel=self.parallel and turns.is_free_threaded(),
       located=self.traits.located or self.traits.by_lane,
       taped=self.traits.taped,
       thread=self.place.thread,
@@ -183,7 +187,7 @@ class GateCallee(Operation):
     return functools.partial(_part.load("futures").member, self, suffix)
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    return self.place.run(functools.partial(self.function, *args, **kwargs))
+    return self.place.run(functools.partial(self.called, *args, **kwargs))
 
   def on_lane(self, lane: int, call: Callable[[], Any]) -> Any:
     return objects.on_lane(lane, call) if self.traits.by_lane else call()

@@ -224,6 +224,7 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
 
 
 def _gate(fn: Callable[..., Any], options: GateOptions) -> Gate:
+  options = options.by_default()
   if classes.has_objects(fn, options.run_on):
     classes.refuse_hidden(fn, options.out, {name for name in dir(Gate) if name[0] != "_"})
     return ClassGate(classes.ClassGateCallee(fn, options))

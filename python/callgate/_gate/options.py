@@ -15,6 +15,7 @@ from callgate._core import signatures, spellings
 from callgate._core.errors import GateDefinitionError
 from callgate._core.options import option
 from callgate._core.public import Public, core
+from callgate._gate import turns
 from callgate._places import threads
 from callgate._places.executors import ExecutorPlace
 from callgate._places.place import XLA, Place
@@ -56,6 +57,12 @@ class GateOptions(CallOptions):
     copy: True passes private copies of the arguments, which the callable may keep. It may also
       write to NumPy copies. Needs arrays in the host's memory. The views of results (`out`) still
       belong to XLA.
+    serial: True runs the gate's calls one at a time, for a function that isn't thread-safe.
+      Default: False with the GIL. Without the GIL, True for a gate with an effect on XLA's thread
+      that is not collective, and otherwise False.
+    parallel: True runs the lanes of vmap="each" on several threads at once. Needs effect="pure",
+      run_on="xla", and a thread-safe function. With the GIL it has no effect, and a warning says
+      so once. Guide: "Python without the GIL".
     collective: True makes every device call, also if several devices have the same shard. Each call
       knows its position: `context.rank`, `.size` and `.coordinates` in the mesh. Use it for gates
       that communicate with each other.
@@ -76,6 +83,8 @@ class GateOptions(CallOptions):
   in_flight: int | None = option(None, check.count, least=1)
   cast: bool | None = option(None, check.boolean)
   copy: bool = option(False, check.boolean)
+  serial: bool | None = option(None, check.boolean)
+  parallel: bool = option(False, check.boolean)
   collective: bool = option(False, check.boolean)
   command_buffer: bool = option(False, check.boolean)
   style: Style = option("return", check.choice, allowed=get_args(Style))
@@ -98,7 +107,33 @@ class GateOptions(CallOptions):
       problem = f"effect='pure', got effect={made.effect!r}: {why}"
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
+    _check_parallel(label, made)
     return made
+
+  def by_default(self) -> "GateOptions":
+    """Returns the options of a user's gate: without the GIL, calls with an effect take turns."""
+    if not turns.is_free_threaded() or self.serial is not None:
+      return self
+    chosen = [self.effect, self.run_on, self.thread, self.timeout, self.collective]  # not checked
+    given = [str(one) if isinstance(one, str) else one is None or one is False for one in chosen]
+    of_xla = given[1:] == ["xla", "xla", True, True]
+    return dataclasses.replace(self, serial=given[0] in ("io", "ordered")) if of_xla else self
+
+
+def _check_parallel(label: str, made: "GateOptions") -> None:
+  """Raises if the lanes of a gate with `parallel=True` can't run at once; warns with the GIL."""
+  if not made.parallel:
+    return
+  for name, expected in (
+    ("effect", "pure"), ("run_on", "xla"), ("vmap", "each"), ("serial", None), ("timeout", None),
+    ("collective", False), ("command_buffer", False),
+  ):  # fmt: skip
+    if (got := getattr(made, name)) != expected and not (name == "serial" and got is False):
+      raise GateDefinitionError(
+        f"{label}: parallel=True: expected {name}={expected!r}, got {name}={got!r}"
+      )
+  if not turns.is_free_threaded():
+    turns.warn_of_gil()
 
 
 def place_of(run_on: Any) -> Place:
@@ -155,8 +190,9 @@ def _check_place(label: str, made: "GateOptions") -> None:
     raise GateDefinitionError(
       f"{at}: expected style='return' or 'inplace', got 'context': other processes have no stream"
     )
-  if made.collective:
-    raise GateDefinitionError(f"{at}: expected collective=False")
+  for name in ("collective", "serial"):
+    if getattr(made, name):
+      raise GateDefinitionError(f"{at}: expected {name}=False")
 
 
 # Type checkers get the keywords of each style from these classes.

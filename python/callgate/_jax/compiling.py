@@ -15,7 +15,7 @@ from typing import Any
 
 from jax._src.interpreters import pxla as _pxla
 
-# The callees that each module names, by name. Under the GIL: single steps.
+# The callees that each module names, by name. Atomic: single steps.
 _callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _changed = threading.Condition()  # one thread: a forked child, which has no other, makes a new one
 # The callee that has each name, for each running compilation. Guarded by _changed; emptied by the

@@ -34,8 +34,8 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate import _callgate, _part
 
-# The sign of the last call, which `bindings/python/signs.cc` adds, by (thread, program). Under the
-# GIL: single steps; emptied by whoever waits for the programs, or `_prune`.
+# The sign of the last call, which `bindings/python/signs.cc` adds, by (thread, program). Atomic:
+# single steps; emptied by whoever waits for the programs, or `_prune`.
 _signs: dict[tuple[int, int], Any] = {}
 _PRUNE_AT = 1024  # the number of signs at which ready ones are dropped
 _numbers = itertools.count()
@@ -61,7 +61,7 @@ class _Program:
     self.users: set[weakref.ref[Any]] = set()
 
 
-# By the id of the XLA executable. Under the GIL: single steps; emptied by the end of each program.
+# By the id of the XLA executable. Atomic: single steps; emptied by the end of each program.
 _programs: dict[int, _Program] = {}
 _orders_itself = threading.Event()  # set once a program makes its own tokens
 
@@ -284,14 +284,15 @@ class _Misses:
   """
 
   def __init__(self, miss: Callable[..., Any]) -> None:
-    self.miss, self.running = miss, 0
+    self.miss = miss
+    self.running: set[object] = set()  # a mark of each; changed in single steps
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    self.running += 1
+    self.running.add(mark := object())
     try:
       return self.miss(*args, **kwargs)
     finally:
-      self.running -= 1
+      self.running.discard(mark)
 
   def calls_apart(self, call: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps JAX's C++ call: while a call with new operands runs, others skip the C++ code."""

@@ -22,12 +22,12 @@ from jax._src.lib import guard_lib as _guards  # pyright: ignore[reportPrivateIm
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from callgate import _part
-from callgate._jax import cpp_path
+from callgate._jax import collected, cpp_path
 from callgate._part import Wait
 
 # JAX keeps the tokens of dispatched programs separately for each thread, and `jax.effects_barrier`
 # waits for its own thread's (0.10 to 0.12). There is no public way to wait for another thread's.
-# Under the GIL: single steps; emptied by whoever waits for the programs.
+# Atomic: single steps; emptied by whoever waits for the programs.
 _effect_tokens: dict[Any, Any] = {}
 _local = threading.local()
 
@@ -84,7 +84,7 @@ def programs_have_ended() -> bool:
   return not _effect_tokens
 
 
-# Under the GIL: one assignment, and a second request changes nothing.
+# Atomic: one assignment, and a second request changes nothing.
 _asked: threading.Event | None = None
 
 
@@ -141,8 +141,8 @@ def wait_for_effects(wait: Wait) -> bool:
 
 
 # The requests of each idle thread that waits for tokens for another thread. The first program with
-# effects starts one, because Python 3.12 starts no threads at the end of the process. Under the
-# GIL: single steps; at most one entry for each thread that has waited.
+# effects starts one, because Python 3.12 starts no threads at the end of the process.
+# Atomic: single steps; at most one entry for each thread that has waited.
 _waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
 forget_waiters = _waiters.clear  # in a forked child, which has none of these threads
 
@@ -256,6 +256,8 @@ def _backends() -> Sequence[Any]:
 
 def live_arrays() -> Sequence[Any]:
   """Returns all arrays of all started backends."""
+  if collected.NEEDED:
+    return collected.live_arrays()
   return [array for backend in _backends() for array in backend.live_arrays()]
 
 

@@ -31,7 +31,7 @@ def source_of(eqn: Any) -> str:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Under the GIL: single steps; at most one entry for each function that is marked.
+# Atomic: single steps; at most one entry for each function that is marked.
 _shared: set[types.CodeType] = set()
 
 

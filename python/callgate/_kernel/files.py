@@ -33,7 +33,7 @@ _VERSION = 1
 _MANIFEST = "manifest.json"
 # The modules with a `restore` function that makes a kernel of its form, by the form's "kind".
 _KINDS = {"cpp": "callgate._kernel.cpp.cpp", "cuda": "callgate._kernel.cuda.cuda"}
-_open: set[LoadedKernels] = set()  # under the GIL: single steps; emptied by `LoadedKernels.close`
+_open: set[LoadedKernels] = set()  # atomic: single steps; emptied by `LoadedKernels.close`
 
 
 def no_new_calls(name: str) -> Callable[..., NoReturn]:

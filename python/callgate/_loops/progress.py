@@ -36,9 +36,9 @@ _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 # The newest files of bars that take no weak reference, whose end can't be observed: a bar may be
-# drawn after its program's end. Under the GIL: single steps.
+# drawn after its program's end. Atomic: single steps.
 _newest: collections.deque[exact.Exact] = collections.deque(maxlen=64)
-# By name and lane (None for all lanes): time and value of the latest note. Under the GIL: single
+# By name and lane (None for all lanes): time and value of the latest note. Atomic: single
 # steps; never emptied: one number for each tap's name and lane.
 noted: dict[tuple[str, int | None], tuple[float, Any]] = {}
 Lanes = Literal["one", "bars"]

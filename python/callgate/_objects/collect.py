@@ -37,7 +37,7 @@ _LEAST = 8  # so many objects need no scan
 _WAIT_SECONDS = 0.1
 _DROP_SECONDS = 1  # seconds that threads get to drop the freed objects
 _collecting = threading.Lock()
-# The number of objects at which the next scan is due. Under the GIL: one assignment, of a number
+# The number of objects at which the next scan is due. Atomic: one assignment, of a number
 # that need not be exact.
 _limit = _LEAST
 
@@ -75,8 +75,10 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
     return False
   try:
     # In this order: a program dispatched meanwhile has its handles from these arrays, or makes
-    # newer objects; a program dispatched before has ended, and its results are among the arrays.
-    before = min(_callgate.oldest_underway(returning), _callgate.new_number())
+    # objects after `now`; a program dispatched before has ended, and its results are among the
+    # arrays.
+    now = _callgate.new_number()
+    before = min(now, _callgate.oldest_underway(returning))
     arrays = list(filter(_may_name, escape.without_views(dispatch.live_arrays)))
     if not Wait(seconds).poll(lambda: all(map(_is_there, arrays))):
       return False

@@ -147,7 +147,7 @@ def get(handle: Any, user: str) -> Held:
 
 
 # -- in a worker: objects of its parent's programs -------------------------------------------------
-# Under the GIL: single steps; emptied by the parent, when the object has its end.
+# Atomic: single steps; emptied by the parent, when the object has its end.
 _lent: dict[int, Held] = {}
 
 

@@ -31,7 +31,7 @@ from callgate._places.workers import usable_cpus
 
 _PIECE_SECONDS = 0.01  # the seconds of a piece; sending it takes about a tenth of that
 Arrays = Sequence[Any]
-# The process whose gates an executor runs. Under the GIL: single steps.
+# The process whose gates an executor runs. Atomic: single steps.
 _processes: weakref.WeakKeyDictionary[futures.Executor, int] = weakref.WeakKeyDictionary()
 
 

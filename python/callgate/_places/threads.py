@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # The open threads by name. Guarded by _lock; emptied by `Thread.end`.
 _threads: dict[str, Thread] = {}
-# Under the GIL: single steps.
+# Atomic: single steps.
 _numbers: weakref.WeakValueDictionary[int, ThreadPlace] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _SECONDS = 5.0  # seconds that a thread gets to finish its call

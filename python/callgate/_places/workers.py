@@ -26,7 +26,7 @@ from callgate._places import travel
 from callgate._places.place import Place
 from callgate._places.remote import Description, WorkerGate
 
-# By their keys. Under the GIL: single steps, but for those of another process, by _placing.
+# By their keys. Atomic: single steps, but for those of another process, by _placing.
 _live: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()
 # By their names in programs. Guarded by _placing.
 _places: weakref.WeakValueDictionary[str, Workers] = weakref.WeakValueDictionary()

@@ -36,7 +36,7 @@ least_steps_of_bars = tracing.define_int(
   "Progress bars for JAX's loops of at least so many steps; -1 for no bars.",
 )
 _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch, "cast": _cast}
-# The other options, which `_callgate` sets. Under the GIL: single steps; at most one entry for each
+# The other options, which `_callgate` sets. Atomic: single steps; at most one entry for each
 # option.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0, "checks": True, "breakpoints": True}

@@ -19,13 +19,13 @@ import numpy as np
 from callgate._jax import dispatch
 from callgate._part import Wait
 
-# By platform: devices, program, its operand. Under the GIL: single steps, and making a program
+# By platform: devices, program, its operand. Atomic: single steps, and making a program
 # twice does no harm; at most one entry for each platform.
 _made: dict[str, tuple[list[Any], Any, Any]] = {}
 # The least number of devices with which a platform's programs may run after their dispatch without
 # a result to wait for. On one CPU device such programs can't defer errors.
 _FEWEST = {"cpu": 2, "gpu": 1, "cuda": 1}
-# The newest thread; it may have ended. Under the GIL: one assignment.
+# The newest thread; it may have ended. Atomic: one assignment.
 _running: threading.Thread | None = None
 # True in a forked child, where XLA has no threads, so no program runs. One thread: a forked child
 # has no other.

@@ -31,7 +31,7 @@ from callgate._watch.server import PageServer, Query, RequestError
 
 _MOST_TOLD = 100  # the most messages
 _MOST_EXACT = 2**53  # browsers read JSON's numbers as float64
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()  # under the GIL: single steps
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()  # atomic: single steps
 StrPath = str | os.PathLike[str]
 
 

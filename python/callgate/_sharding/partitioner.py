@@ -58,7 +58,7 @@ def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
 
 # A call's plan, and the shardings of its operands and results for XLA.
 _Solution = tuple[TilePlan, list[Any], list[Any]]
-# Programs contain many equal calls. Emptied when it is full. Under the GIL: single steps, and
+# Programs contain many equal calls. Emptied when it is full. Atomic: single steps, and
 # solving a call twice does no harm; at most _MANY entries.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024

@@ -23,7 +23,7 @@ from callgate._part import Part, joins
 from callgate._steer.cell import CellGate, agreed
 
 _NAME = "callgate.stop"
-_reason: str | None = None  # under the GIL: one assignment
+_reason: str | None = None  # atomic: one assignment
 # Stops of programs of other processes. Guarded by _lock; never emptied: one entry for each stop
 # that a loaded program names, since no event reports the program's end.
 _found: dict[str, _callgate.Stop] = {}

@@ -211,7 +211,7 @@ def cut(
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-_told_lanes = 0  # the most lanes of each tap. Under the GIL: one assignment
+_told_lanes = 0  # the most lanes of each tap. Atomic: one assignment
 
 
 def tell_of_lanes(most: int) -> None:

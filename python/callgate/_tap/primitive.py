@@ -44,7 +44,7 @@ tap_p.multiple_results = True
 cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
 # True if a tap in the flow of data was ever traced. Without one, no search is needed.
-_dataflow_traced = False  # under the GIL: one assignment, which is never taken back
+_dataflow_traced = False  # atomic: one assignment, which is never taken back
 
 
 def bind_in_lane(

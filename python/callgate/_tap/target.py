@@ -60,7 +60,7 @@ def channel_names() -> list[str]:
   return list(dict.fromkeys([*named, *list(_found)]))
 
 
-# Taps to channels that programs of other processes name. Under the GIL: single steps; never
+# Taps to channels that programs of other processes name. Atomic: single steps; never
 # emptied: one entry for each such channel, since no event reports the end of a loaded program.
 _found: dict[str, Tap] = {}
 
@@ -108,7 +108,7 @@ def _why_not(function: Any) -> str:
 
 # Functions that got a record from outside of programs. A lambda that is made for one call leaves
 # the set when it dies.
-_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # under the GIL: single steps
+_sent_to: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # atomic: single steps
 
 
 def is_sent_to_once(tap: Tap) -> bool:

@@ -20,7 +20,7 @@ from callgate._torch.calls import is_abstract
 # Batch and instance normalization. They write their statistics in C++, without a new `_version`.
 _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # a call of an RNN keeps its parameters here
-# Under the GIL: single steps. All functions of a module share its lock.
+# Atomic: single steps. All functions of a module share its lock.
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 
 

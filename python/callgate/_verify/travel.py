@@ -28,7 +28,7 @@ from callgate._verify.subject import Fault, NotAsked, Subject, difference
 
 DEVICES = 4
 _LONGEST = 120.0  # seconds until that process counts as hanging
-# Processes of `shards`. Under the GIL: single steps; emptied by the end of each.
+# Processes of `shards`. Atomic: single steps; emptied by the end of each.
 _running: set[subprocess.Popen[bytes]] = set()
 
 

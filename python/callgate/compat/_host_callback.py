@@ -166,7 +166,7 @@ def _hang(label: str, text: str) -> str:
 _lock = threading.Lock()
 # By the device's id. Guarded by _lock; emptied by the end of each receiver.
 _started: dict[int, Receiver] = {}
-# The running consumer. Under the GIL: single steps; emptied by the end of each call.
+# The running consumer. Atomic: single steps; emptied by the end of each call.
 _calling: list[str] = []
 
 

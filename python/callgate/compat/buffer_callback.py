@@ -161,7 +161,7 @@ def _label(callback: Callable[..., None]) -> str:
 _effect = BufferCallbackEffect()  # constant: it has no attributes
 # Guarded by target._lock.
 _named: weakref.WeakValueDictionary[Any, Callee] = weakref.WeakValueDictionary()
-# Under the GIL: single steps; never emptied: nothing reports the end of a program's last copy.
+# Atomic: single steps; never emptied: nothing reports the end of a program's last copy.
 _exported: list[Callee] = []
 # vmap's error text contains the name.
 buffer_callback_p = Primitive("buffer_callback")

@@ -25,7 +25,7 @@ from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths, parts_of
 from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
 
-# By path. Under the GIL: single steps.
+# By path. Atomic: single steps.
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 

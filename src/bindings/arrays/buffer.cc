@@ -186,7 +186,7 @@ struct Export : Immovable {
   ~Export() {
     if (Lifecycle::instance().closed()) return;
     GilScope gil;  // consumers may drop their tensor on any thread
-    --nb::cast<Buffer&>(nb::handle(buffer)).exports;
+    nb::cast<Buffer&>(nb::handle(buffer)).exports += -1;
     Py_DECREF(buffer);
   }
 
@@ -221,7 +221,7 @@ nb::object export_as(nb::object self, bool copied, [[maybe_unused]] std::uint64_
   }
   auto& buffer = nb::cast<Buffer&>(self);
   auto exported = std::make_unique<Export<Managed>>();
-  ++buffer.exports;
+  buffer.exports += 1;
   exported->buffer = self.release().ptr();
   for (std::int64_t stride : buffer.byte_strides)
     exported->strides.push_back(stride * 8 / bits(buffer.view.dtype));
@@ -359,7 +359,7 @@ void bind_buffer(nb::module_& module) {
       .def_ro("readonly", &Buffer::readonly, "True for inputs, False for results.")
       .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly; })
       .def("__array__", &array, nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none())
-      .def_ro("_exports", &Buffer::exports)
+      .def_prop_ro("_exports", [](const Buffer& b) -> int { return b.exports; })
       .def("_detach", [](Buffer& b) { return number_of(b.detach()); })
       .def_prop_ro("_data", [](const Buffer& b) { return number_of(b.view.data); })
       .def(

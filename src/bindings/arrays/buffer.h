@@ -155,8 +155,8 @@ struct Buffer {
   std::unique_ptr<char[]> owned;
   std::shared_ptr<DeviceMemory> memory;  // if set, consumers' streams need not wait
 
-  // DLPack tensors over this memory that are still in use. Changes under the GIL.
-  int exports = 0;
+  // DLPack tensors over this memory that are still in use. A moved Buffer has none.
+  Shared<int> exports{0};
 };
 
 // The C structs of the DLPack exchange protocol, versions 0 and 1, and the type codes that callgate

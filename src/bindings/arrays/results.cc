@@ -93,7 +93,7 @@ std::optional<std::string> misfit(nb::handle array, const ArrayView& target) {
 }
 
 std::pair<double, double> range_of(DType dtype) {
-  static std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: unknown
+  thread_local std::array<std::pair<double, double>, kDTypeTableSize> ranges{};  // {0, 0}: unknown
   auto& range = ranges[static_cast<std::size_t>(dtype)];
   if (range.second == 0) {
     nb::object limits = limits_of(dtype);

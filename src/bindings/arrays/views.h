@@ -18,6 +18,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
@@ -139,6 +140,33 @@ class SpareView {
 
   LateReference array_;
   int flags_ = 0;  // at its creation
+};
+
+// The spare views of a call site, which one call at a time uses; another one makes its own.
+class SpareViews : Immovable {
+ public:
+  class Claim : Immovable {
+   public:
+    Claim(SpareViews& of, std::size_t count)
+        : views_(of.is_claimed_.exchange(true) ? nullptr : &of) {
+      if (views_ != nullptr) views_->spares_.resize(count);
+    }
+    ~Claim() {
+      if (views_ != nullptr) views_->is_claimed_.exchange(false);
+    }
+
+    // The one of this number, and those after it; null if another call has them.
+    SpareView* at(std::size_t first) const noexcept {
+      return views_ == nullptr ? nullptr : views_->spares_.data() + first;
+    }
+
+   private:
+    SpareViews* const views_;
+  };
+
+ private:
+  std::vector<SpareView> spares_;
+  Shared<bool> is_claimed_{false};
 };
 
 // A new array that owns a copy of the view's memory.

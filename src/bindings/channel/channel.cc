@@ -108,14 +108,22 @@ struct TapHandle : Handle<TapCallee> {
       views.push_back(view_of(array, "a tap's value"));
       of_site += '\n' + to_string(views.back());  // a site's shapes are those of its first call
     }
-    std::shared_ptr<Site>& site = sites[of_site];
+    std::shared_ptr<Site> site;
+    {
+      nb::ft_lock_guard lock(mutex);
+      site = sites[of_site];
+    }
     if (site == nullptr) {
       Attributes attributes = attributes_of(held);
       SiteSpec spec;
       spec.spec = attributes.text("spec");
       spec.lanes = Lanes::of(attributes.dictionary("batch"));
       spec.held = std::move(attributes);
-      site = callee->specialise(std::move(spec));
+      auto made = callee->specialise(std::move(spec));
+      nb::ft_lock_guard lock(mutex);
+      std::shared_ptr<Site>& first = sites[of_site];
+      if (first == nullptr) first = std::move(made);
+      site = first;
     }
     CallContext context;
     context.device = static_cast<std::int32_t>(device);
@@ -128,6 +136,7 @@ struct TapHandle : Handle<TapCallee> {
   }
   void clear() const { clear_consumer(callee->consumer()); }
 
+  nb::ft_mutex mutex;  // guards the sites
   std::map<std::string, std::shared_ptr<Site>> sites;
 };
 

@@ -66,8 +66,8 @@ nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
 }
 
 // A reader that one thread uses at a time. A second thread gets an error, but may close the reader,
-// which ends the first one's wait. All members are accessed under the GIL, except `reader_`, which
-// the using thread accesses.
+// which ends the first one's wait. Only the using thread accesses the members, except those that
+// are `Shared` or guarded.
 class StreamReader : Immovable {
  public:
   explicit StreamReader(std::string of) : address(std::move(of)) {
@@ -141,15 +141,16 @@ class StreamReader : Immovable {
   }
 
   void close() {
+    nb::ft_lock_guard lock(mutex_);
     close_requested_ = true;
     if (!in_use_) reader_.reset();
   }
 
   const std::string address;
-  // Known without the reader, for any thread with the GIL.
-  bool closed = false, ended = false;
-  std::uint64_t offset = 0;
-  std::uint32_t process = 0;
+  // Known without the reader, for any thread.
+  Shared<bool> closed{false}, ended{false};
+  Shared<std::uint64_t> offset{0};
+  Shared<std::uint32_t> process{0};
 
  private:
   struct Seen {
@@ -161,6 +162,7 @@ class StreamReader : Immovable {
   // The time during which a thread uses the reader.
   struct Use : Immovable {
     explicit Use(StreamReader& of) : reader(of) {
+      nb::ft_lock_guard lock(reader.mutex_);
       if (reader.close_requested_) reader.refuse("it has been closed");
       if (!reader.is_file_ && !reader.opened_in_.here())
         reader.refuse("its connection belongs to the process that this one was forked from");
@@ -168,6 +170,7 @@ class StreamReader : Immovable {
       reader.in_use_ = true;
     }
     ~Use() {
+      nb::ft_lock_guard lock(reader.mutex_);
       reader.in_use_ = false;
       if (reader.close_requested_) reader.reader_.reset();
     }
@@ -218,7 +221,10 @@ class StreamReader : Immovable {
   }
 
   OfProcess opened_in_;
-  bool is_file_ = false, in_use_ = false, close_requested_ = false;
+  bool is_file_ = false;
+  nb::ft_mutex mutex_;  // guards the end of the reader, and
+  bool in_use_ = false;
+  Shared<bool> close_requested_{false};
   std::unique_ptr<stream::Reader> reader_;
   std::vector<Seen> seen_;
   std::unordered_map<const stream::Source*, std::size_t> places_;  // in seen_
@@ -282,10 +288,18 @@ void bind_stream(nb::module_& module) {
       .def("scan", &StreamReader::scan, "Reads to the end, only for sources().")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_ro("closed", &StreamReader::closed, "True if the writer closed it.")
-      .def_ro("ended", &StreamReader::ended, "True if the last read reached the end.")
-      .def_ro("offset", &StreamReader::offset, "The position of the next frame.")
-      .def_ro("process", &StreamReader::process, "The writer's process id.")
+      .def_prop_ro(
+          "closed", [](const StreamReader& r) -> bool { return r.closed; },
+          "True if the writer closed it.")
+      .def_prop_ro(
+          "ended", [](const StreamReader& r) -> bool { return r.ended; },
+          "True if the last read reached the end.")
+      .def_prop_ro(
+          "offset", [](const StreamReader& r) -> std::uint64_t { return r.offset; },
+          "The position of the next frame.")
+      .def_prop_ro(
+          "process", [](const StreamReader& r) -> std::uint32_t { return r.process; },
+          "The writer's process id.")
       .def_ro("address", &StreamReader::address);
 }
 

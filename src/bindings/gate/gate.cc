@@ -99,7 +99,7 @@ struct ItemQueueHandle {
   }
 
   std::shared_ptr<ItemQueue> queue;
-  bool awaited = false;  // a call waits in Python
+  Shared<bool> awaited{false};  // a call waits in Python
 
  private:
   bool put(std::span<const void* const> memory, std::size_t total) const {
@@ -123,7 +123,10 @@ void bind_items(nb::module_& module) {
            "NumPy scalar, of the given type. Returns the reason for the stop and the remaining "
            "item: 'full',\n"
            "'over', 'item' (another form, or not accepted), or 'awaited'.")
-      .def_rw("awaited", &ItemQueueHandle::awaited, "True if `fill` stops after each item.")
+      .def_prop_rw(
+          "awaited", [](const ItemQueueHandle& h) -> bool { return h.awaited; },
+          [](ItemQueueHandle& h, bool on) { h.awaited = on; },
+          "True if `fill` stops after each item.")
       .def("has_room", [](const ItemQueueHandle& h) { return h.queue->has_room(); })
       .def(
           "wait_for_room",
@@ -295,7 +298,8 @@ void bind_gate(nb::module_& module) {
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
-             bool command_buffer, bool located, bool taped, const ThreadHandle* thread) {
+             bool command_buffer, bool located, bool taped, bool parallel,
+             const ThreadHandle* thread) {
             const GateOptions options{style_of(style),
                                       arrays == "buffer",
                                       owned_inputs,
@@ -306,6 +310,7 @@ void bind_gate(nb::module_& module) {
                                       command_buffer,
                                       located,
                                       taped,
+                                      parallel,
                                       seconds_of(timeout)};
             new (self) CalleeHandle(
                 std::make_shared<PyCallee>(std::move(name), std::move(function), std::move(bind),
@@ -316,7 +321,7 @@ void bind_gate(nb::module_& module) {
           nb::arg("flat_results") = false, nb::arg("own_thread") = false, nb::arg("timeout") = 0.0,
           nb::arg("native") = false, nb::arg("default_stream") = false,
           nb::arg("command_buffer") = false, nb::arg("located") = false, nb::arg("taped") = false,
-          nb::arg("thread") = nb::none())
+          nb::arg("parallel") = false, nb::arg("thread") = nb::none())
       .def(
           "serve_items",
           [](const CalleeHandle& handle, const ItemQueueHandle& items) {

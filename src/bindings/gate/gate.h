@@ -31,7 +31,7 @@ template <typename Count>
 struct CountersOf {
   Count calls{0}, errors{0}, bytes{0}, python_ns{0}, gil_wait_ns{0};
 };
-using Counters = CountersOf<std::int64_t>;  // under the GIL
+using Counters = CountersOf<Shared<std::int64_t>>;
 using SharedCounters = CountersOf<std::atomic<std::int64_t>>;
 
 // Debug and watch settings of the process. Relaxed throughout: a late reader misses a few calls.
@@ -56,6 +56,7 @@ struct GateOptions {
   bool command_buffer = false;  // runs while XLA records its stream's work
   bool located = false;         // may ask for its call's place (CallPlace)
   bool taped = false;           // recordings have its calls (tape.h)
+  bool parallel = false;        // lanes run at once
   std::chrono::nanoseconds timeout{0};
 };
 

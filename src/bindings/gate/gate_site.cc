@@ -21,6 +21,7 @@
 #include "bindings/gate/call_views.h"
 #include "bindings/gate/device_tape.h"
 #include "bindings/gate/gate.h"
+#include "bindings/gate/lanes_at_once.h"
 #include "bindings/gate/scopes.h"
 #include "bindings/gate/site.h"
 #include "bindings/gate/tape.h"
@@ -106,28 +107,50 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   }
 
   void run_all(const Call& call, DeviceCall* gpu) {
-    CallPlace place{{}, 0, &spec_.layout, &call.context};
-    CallPlaceScope told(options_.located ? &place : nullptr);
-    if (spec_.lanes.empty()) return run_lane(0, call.operands, call.results, call.context, gpu);
+    if (spec_.lanes.empty()) {
+      CallPlace place{{}, 0, &spec_.layout, &call.context};
+      CallPlaceScope told(options_.located ? &place : nullptr);
+      return run_lane(0, call.operands, call.results, call.context, gpu);
+    }
     std::optional<LanesOfCall> lanes;
     try {
       lanes.emplace(spec_.lanes, call.operands, call.results, call.context.lane);
     } catch (const Error& error) {
       raise(PyExc_ValueError, error.what());
     }
-    callee_->counters.calls += (*lanes)->count();
+    const std::int64_t count = (*lanes)->count();
+    callee_->counters.calls += count;
+    FirstRaised raised;
+    if (options_.parallel && gpu == nullptr && !is_taping()) {
+      run_at_once(count, [&](std::int64_t first, std::int64_t last) {
+        DeviceCallScope on_host(nullptr);
+        try {
+          run_lanes(call, *lanes, first, last, /*gpu=*/nullptr, raised);
+        } catch (const std::exception& error) {
+          PyErr_SetString(PyExc_RuntimeError, error.what());
+          raised.take(first, nb::python_error());
+        }
+      });
+    } else {
+      run_lanes(call, *lanes, 0, count, gpu, raised);
+    }
+    if (!raised.raised()) return;
+    t_lane_ = (*lanes)->name(lanes->position(raised.lane()));
+    throw *std::move(raised.raised());
+  }
+
+  // Runs lanes until one raises, or one before them has.
+  void run_lanes(const Call& call, const LanesOfCall& lanes, std::int64_t first, std::int64_t last,
+                 DeviceCall* gpu, FirstRaised& raised) {
+    CallPlace place{lanes->sizes(), 0, &spec_.layout, &call.context};
+    CallPlaceScope told(options_.located ? &place : nullptr);
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
-    place.lanes = (*lanes)->sizes();
-    for (std::int64_t lane = 0; lane < (*lanes)->count(); ++lane) {
-      place.lane = lanes->position(lane);
-      (*lanes)->select_operands(lane, call.operands, operands);
-      (*lanes)->select_results(lane, call.results, results);
-      try {
-        run_lane(place.lane, operands, results, call.context, gpu);
-      } catch (...) {
-        t_lane_ = (*lanes)->name(place.lane);
-        throw;
-      }
+    for (std::int64_t lane = first; lane < last && !raised.is_before(lane); ++lane) {
+      place.lane = lanes.position(lane);
+      lanes->select_operands(lane, call.operands, operands);
+      lanes->select_results(lane, call.results, results);
+      auto error = raised_by([&] { run_lane(place.lane, operands, results, call.context, gpu); });
+      if (error) return raised.take(lane, *std::move(error));
     }
   }
 
@@ -148,9 +171,10 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
     Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
     Views outputs("result", results, (privately & kPrivateResults) != 0);
-    spares_.resize(operands.size() + results.size());
-    show(inputs, /*writable=*/false, context.device, gpu);
-    if (options_.style != Style::kReturn) show(outputs, /*writable=*/true, context.device, gpu);
+    const SpareViews::Claim spares(spares_, operands.size() + results.size());
+    show(inputs, spares.at(0), /*writable=*/false, context.device, gpu);
+    if (options_.style != Style::kReturn)
+      show(outputs, spares.at(operands.size()), /*writable=*/true, context.device, gpu);
     // A debugging mode, slow on a GPU, because it waits for the stream.
     bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
@@ -173,16 +197,15 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
       }
     settle_views(inputs, outputs, std::move(raised));
     if (outputs.own) write_back(results, outputs);
-    keep_spares(inputs, 0);
-    keep_spares(outputs, operands.size());
+    keep_spares(inputs, spares.at(0));
+    keep_spares(outputs, spares.at(operands.size()));
     if (check) check_unwritten(sums, checksums(unshared(operands, results), gpu));
   }
 
-  // Makes the callable's arguments for the call's arrays.
-  void show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) {
-    // Operands come first, and are the read-only ones.
-    SpareView* spare = spares_.data() + (writable ? spares_.size() - views.memory.size() : 0);
-    views.reusable = !views.own && !options_.buffers && gpu == nullptr;
+  // Makes the callable's arguments for the call's arrays, of spare views if there are any.
+  void show(Views& views, SpareView* spare, bool writable, std::int64_t device,
+            const DeviceCall* gpu) {
+    views.reusable = spare != nullptr && !views.own && !options_.buffers && gpu == nullptr;
     for (const ArrayView& view : views.memory) {
       if (views.reusable) {
         views.push((spare++)->take(view, writable));
@@ -191,15 +214,15 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
         if (views.own) buffer.detach();
         views.push(nb::cast(std::move(buffer)));
       } else {
-        views.push(make_copy(view));
+        views.push(views.own ? make_copy(view) : make_view(view, writable));
       }
     }
   }
 
   // After a call whose views have not escaped.
-  void keep_spares(Views& views, std::size_t first) {
+  static void keep_spares(Views& views, SpareView* spare) {
     for (PyObject* view : views.all())
-      if (views.reusable) spares_[first++].keep(nb::borrow(view));
+      if (views.reusable) (spare++)->keep(nb::borrow(view));
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
@@ -336,7 +359,7 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
   bool tuple_results_;
   const bool cast_ = casts();
   std::shared_ptr<const Mesh> mesh_;
-  std::vector<SpareView> spares_;  // of operands, then of results; used by one call at a time
+  SpareViews spares_;  // of operands, then of results
 };
 
 }  // namespace

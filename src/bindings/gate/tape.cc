@@ -30,13 +30,19 @@ nb::tuple values_of(std::span<const ArrayView> views) {
 
 nb::object text_of(const std::string& text) { return nb::str(text.data(), text.size()); }
 
+// The tape's function; no object without a block.
+nb::object function_of_tape() {
+  nb::ft_lock_guard lock(tape.mutex);
+  return nb::borrow(tape.function);
+}
+
 }  // namespace
 
 TapedCall::TapedCall(const std::string& gate, const SiteSpec& site, std::int64_t lane,
                      std::span<const ArrayView> operands, std::span<ArrayView> results,
                      const CallContext& context) {
-  if (tape.function == nullptr) return;  // its block has just ended
-  nb::object function = nb::borrow(tape.function);
+  nb::object function = function_of_tape();
+  if (!function.is_valid()) return;  // its block has just ended
   nb::list types;
   for (const ArrayView& view : results) types.append(type_of(view));
   nb::object name = text_of(gate), place = text_of(site.site), spec = text_of(site.spec);
@@ -75,11 +81,15 @@ void bind_tape(nb::module_& module) {
   module.def(
       "set_tape",
       [](nb::object function, bool replays) {
-        PyObject* before =
-            std::exchange(tape.function, function.is_none() ? nullptr : function.release().ptr());
-        tape.on.store(tape.function != nullptr, std::memory_order_relaxed);          // see Tape
-        contexts_wanted.store(tape.function != nullptr, std::memory_order_relaxed);  // see there
-        tape.replays.store(replays && tape.function != nullptr, std::memory_order_relaxed);  // too
+        const bool on = !function.is_none();
+        PyObject* before = on ? function.release().ptr() : nullptr;
+        {
+          nb::ft_lock_guard lock(tape.mutex);
+          std::swap(before, tape.function);
+          tape.on.store(on, std::memory_order_relaxed);                  // see Tape
+          contexts_wanted.store(on, std::memory_order_relaxed);          // see there
+          tape.replays.store(replays && on, std::memory_order_relaxed);  // see Tape
+        }
         Py_XDECREF(before);
       },
       nb::arg("function").none(), nb::arg("replays") = false,
@@ -88,7 +98,11 @@ void bind_tape(nb::module_& module) {
       "call's\n"
       "results or exception. None ends the reports.");
   module.def(
-      "tape", []() -> nb::object { return tape.function ? nb::borrow(tape.function) : nb::none(); },
+      "tape",
+      [] {
+        nb::object function = function_of_tape();
+        return function.is_valid() ? function : nb::object(nb::none());
+      },
       "The function that receives calls, or None.");
   module.def("is_replaying", &is_replaying, "True if this function answers the calls.");
 }

@@ -26,9 +26,10 @@ namespace callgate::bindings {
 struct Tape {
   // Relaxed: a call that runs while a block begins may or may not be reported.
   std::atomic<bool> on{false}, replays{false};
+  nb::ft_mutex mutex;            // guards the function
   PyObject* function = nullptr;  // null without a block
 };
-inline constinit Tape tape;
+inline Tape tape;
 
 inline bool is_taping() noexcept { return tape.on.load(std::memory_order_relaxed); }  // see Tape
 inline bool is_replaying() noexcept {

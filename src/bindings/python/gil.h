@@ -22,6 +22,7 @@
 #include <nanobind/nanobind.h>
 #include <numpy/arrayobject.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -44,6 +45,7 @@ namespace nb = nanobind;
 void bind_buffer(nb::module_& module);       // `Buffer`
 void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
 void bind_signs(nb::module_& module);        // signs that programs have ended
+void bind_live_objects(nb::module_& module);  // in free-threaded Python
 void bind_upload(nb::module_& module);       // `Upload`: a feed's item on its way to a GPU
 void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, watches of calls
 void bind_threads(nb::module_& module);      // jobs on callgate's threads; `NamedThread`
@@ -175,6 +177,40 @@ nb::dict dict_of(const Items&... items) {
 inline std::uintptr_t number_of(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);
 }
+
+// --- State that threads share --------------------------------------------------------------------
+//
+// With the GIL, a function that runs no Python code is a single step for other threads.
+// Free-threaded Python has no GIL: there, `GilScope` only attaches the thread. So state of several
+// threads is a `Shared` value, or is guarded by nb::ft_mutex, which does nothing with the GIL.
+// Unlike std::mutex, it lets the collector stop a thread that waits for it.
+
+// A value whose steps are atomic, by the GIL or without it.
+template <typename T>
+class Shared {
+ public:
+  Shared(T value = {}) noexcept : value_(value) {}
+  Shared(const Shared& other) noexcept : Shared(static_cast<T>(other)) {}  // before it is shared
+
+#ifdef Py_GIL_DISABLED
+  // Relaxed, except for exchange(), by which one thread takes over another one's object.
+  operator T() const noexcept { return value_.load(std::memory_order_relaxed); }
+  T operator=(T value) noexcept { return value_.store(value, std::memory_order_relaxed), value; }
+  void operator+=(T more) noexcept { value_.fetch_add(more, std::memory_order_relaxed); }
+  T exchange(T value) noexcept { return value_.exchange(value, std::memory_order_acq_rel); }
+
+ private:
+  std::atomic<T> value_;
+#else
+  operator T() const noexcept { return value_; }
+  T operator=(T value) noexcept { return value_ = value; }
+  void operator+=(T more) noexcept { value_ += more; }
+  T exchange(T value) noexcept { return std::exchange(value_, value); }
+
+ private:
+  T value_;
+#endif
+};
 
 // --- References ----------------------------------------------------------------------------------
 //

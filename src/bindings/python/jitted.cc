@@ -31,21 +31,27 @@ namespace {
 vectorcallfunc dispatch;  // with which its objects were made
 PyObject* runtime_error;  // JaxRuntimeError, for the process's life
 
-// Numbers of objects and calls, in the order of their beginnings. Under the GIL, as all below.
-std::uint64_t last_number = 0;
-
 // An active call, on its thread's stack.
 class Underway : Immovable {
  public:
-  Underway() : number_(++last_number), thread_(std::this_thread::get_id()) {
+  Underway() : thread_(std::this_thread::get_id()) {
+    nb::ft_lock_guard lock(mutex_);
+    number_ = ++last_number_;
+    before_ = std::exchange(newest_, this);
     if (before_ != nullptr) before_->after_ = this;
-    newest_ = this;
     ++depth_;
   }
   ~Underway() {
+    nb::ft_lock_guard lock(mutex_);
     --depth_;
     if (before_ != nullptr) before_->after_ = after_;
     (after_ != nullptr ? after_->before_ : newest_) = before_;
+  }
+
+  // The next number of objects and calls, which are in the order of their beginnings.
+  static std::uint64_t new_number() {
+    nb::ft_lock_guard lock(mutex_);
+    return ++last_number_;
   }
 
   // True on a thread inside such a call.
@@ -55,6 +61,7 @@ class Underway : Immovable {
   static std::uint64_t oldest(bool is_returning) {
     std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
     bool passed = !is_returning;
+    nb::ft_lock_guard lock(mutex_);
     for (const Underway* call = newest_; call != nullptr; call = call->before_) {
       bool innermost = !passed && call->thread_ == std::this_thread::get_id();
       passed = passed || innermost;
@@ -64,25 +71,27 @@ class Underway : Immovable {
   }
   // True while another thread's call that began before that number has not returned.
   static bool others_before(std::uint64_t number) {
+    nb::ft_lock_guard lock(mutex_);
     for (const Underway* call = newest_; call != nullptr; call = call->before_)
       if (call->number_ < number && call->thread_ != std::this_thread::get_id()) return true;
     return false;
   }
 
  private:
+  static inline nb::ft_mutex mutex_;  // guards the list and the numbers
   static inline Underway* newest_ = nullptr;
+  static inline std::uint64_t last_number_ = 0;
   static inline thread_local int depth_ = 0;
 
-  std::uint64_t number_;
+  std::uint64_t number_ = 0;
   std::thread::id thread_;
-  Underway* before_ = newest_;
+  Underway* before_ = nullptr;
   Underway* after_ = nullptr;
 };
 
 // Takes the function out and calls it, if there is one.
-void call_once(PyObject*& function) {
-  if (nb::object taken = nb::steal(std::exchange(function, nullptr)))
-    call_unraisable(taken.ptr(), "");
+void call_once(Shared<PyObject*>& function) {
+  if (nb::object taken = nb::steal(function.exchange(nullptr))) call_unraisable(taken.ptr(), "");
 }
 
 // Raises the exception of a signal handler that runs now, or the main thread's pending exception.
@@ -121,7 +130,7 @@ void translate() {
   error.restore();
 }
 
-PyObject* before_next_call;  // null after the call
+Shared<PyObject*> before_next_call{nullptr};  // null after the call
 
 PyObject* call_jitted(PyObject* function, PyObject* const* arguments, std::size_t count,
                       PyObject* names) {
@@ -152,6 +161,8 @@ bool have_raise(nb::handle function, nb::handle error) {
   if ((PyType_GetFlags(type) & kHasVectorcall) == 0 || offset <= 0) return false;
   char* at = reinterpret_cast<char*>(function.ptr()) + offset;
   vectorcallfunc held = nullptr;
+  static nb::ft_mutex mutex;
+  nb::ft_lock_guard lock(mutex);
   std::memcpy(static_cast<void*>(&held), at, sizeof held);
   if (dispatch == nullptr) {
     dispatch = held;
@@ -163,11 +174,13 @@ bool have_raise(nb::handle function, nb::handle error) {
   return true;
 }
 
-PyObject* at_first_callee;  // null after the call
+Shared<PyObject*> at_first_callee{nullptr};  // null after the call
 
 }  // namespace
 
-void tell_first_callee() { call_once(at_first_callee); }
+void tell_first_callee() {
+  if (at_first_callee != nullptr) call_once(at_first_callee);
+}
 
 void bind_jitted(nb::module_& module) {
   MainThread::set_run_handlers(&run_handlers);
@@ -188,19 +201,17 @@ void bind_jitted(nb::module_& module) {
   module.def("wake_main_thread", &wake_main_thread,
              "Makes the main thread raise its pending exception.");
   module.def(
-      "at_first_callee", [](nb::object function) { at_first_callee = function.release().ptr(); },
+      "at_first_callee",
+      [](nb::object function) { at_first_callee.exchange(function.release().ptr()); },
       nb::arg("function"),
       "Calls the function once, before the first gate, kernel or tap is created.");
   module.def(
       "before_next_call",
-      [](nb::object function) {
-        nb::steal(std::exchange(before_next_call, function.release().ptr()));
-      },
+      [](nb::object function) { nb::steal(before_next_call.exchange(function.release().ptr())); },
       nb::arg("function"),
       "Calls the function once, at the start of the next call of a jitted function.");
-  module.def(
-      "new_number", [] { return ++last_number; },
-      "Returns the next number, in one order with the calls of jitted functions.");
+  module.def("new_number", &Underway::new_number,
+             "Returns the next number, in one order with the calls of jitted functions.");
   module.def(
       "others_underway", &Underway::others_before, nb::arg("number"),
       "True if a jitted call of another thread that began before the number has not returned.");

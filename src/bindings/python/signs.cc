@@ -73,7 +73,7 @@ struct Keeper {
   nb::dict signs;
   nb::list listeners;
   nb::object prune;
-  std::size_t prune_at;
+  Shared<std::size_t> prune_at;
 };
 Keeper* keeper;
 
@@ -109,7 +109,7 @@ void bind_signs(nb::module_& module) {
   module.def(
       "keep_signs",
       [](nb::dict signs, nb::list listeners, nb::object prune, std::size_t prune_at) {
-        keeper = new Keeper{std::move(signs), std::move(listeners), std::move(prune), prune_at};
+        keeper = new Keeper{std::move(signs), std::move(listeners), std::move(prune), {prune_at}};
       },
       nb::arg("signs"), nb::arg("listeners"), nb::arg("prune"), nb::arg("prune_at"),
       "Sets up keep_sign(): it fills the dict, notifies the listeners, and calls `prune` when "

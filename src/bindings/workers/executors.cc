@@ -82,7 +82,10 @@ void bind_executors(nb::module_& module) {
       .def("empty", &CallLanes::empty, "Uninitialized arrays for a lane's results.")
       .def("give", &CallLanes::give, nb::arg("lane"), nb::arg("values"),
            "Checks and stores a tuple of a lane's flat results.")
-      .def_rw("failed", &CallLanes::failed, "The lane whose exception the call raises, or -1.")
+      .def_prop_rw(
+          "failed", [](const CallLanes& lanes) -> std::int64_t { return lanes.failed; },
+          [](CallLanes& lanes, std::int64_t lane) { lanes.failed = lane; },
+          "The lane whose exception the call raises, or -1.")
       .def("take_one", &CallLanes::take_one, nb::arg("lane"), nb::arg("operand"),
            "A copy of one of a lane's flat operands.")
       .def_prop_ro("cast", &CallLanes::cast, "True if results are cast to their declared types.");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lanes of a call for Python functions that send them elsewhere. Under the GIL.
+// The lanes of a call for Python functions that send them elsewhere. Threads may use them at once;
+// a thread that is late finds that the call has ended.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +22,15 @@ namespace callgate::bindings {
 // The lanes of one running call.
 class CallLanes : Immovable {
  public:
-  std::int64_t failed = -1;  // the lane whose exception the call raises; -1 if unknown
+  Shared<std::int64_t> failed{-1};  // the lane whose exception the call raises; -1 if unknown
 
   CallLanes(const Call& call, const Lanes* lanes, std::string gate, std::string spec, bool cast)
       : call_(&call), lanes_(lanes), gate_(std::move(gate)), spec_(std::move(spec)), cast_(cast) {}
 
-  void end() { call_ = nullptr; }
+  void end() {
+    nb::ft_lock_guard lock(mutex_);
+    call_ = nullptr;
+  }
   const Call& call() const {
     check_runs();
     return *call_;
@@ -37,6 +41,7 @@ class CallLanes : Immovable {
 
   // Copies of a lane's operands.
   nb::tuple take(std::int64_t lane) const {
+    nb::ft_lock_guard lock(mutex_);
     check(lane);
     std::vector<ArrayView> views(call_->operands.begin(), call_->operands.end());
     if (lanes_ != nullptr) lanes_->select_operands(lane, call_->operands, views);
@@ -47,6 +52,7 @@ class CallLanes : Immovable {
 
   // A copy of one operand.
   nb::object take_one(std::int64_t lane, std::size_t operand) const {
+    nb::ft_lock_guard lock(mutex_);
     check(lane);
     if (operand >= call_->operands.size()) raise(PyExc_IndexError, "CallLanes: no such operand");
     std::vector<ArrayView> views(call_->operands.begin(), call_->operands.end());
@@ -56,6 +62,7 @@ class CallLanes : Immovable {
 
   // Uninitialized arrays for a lane's results.
   nb::tuple empty() const {
+    nb::ft_lock_guard lock(mutex_);
     check(0);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
     if (lanes_ != nullptr) lanes_->select_results(0, call_->results, views);
@@ -66,6 +73,7 @@ class CallLanes : Immovable {
 
   // Stores a lane's results, flat.
   void give(std::int64_t lane, const nb::object& values) const {
+    nb::ft_lock_guard lock(mutex_);
     check(lane);
     std::vector<ArrayView> views(call_->results.begin(), call_->results.end());
     if (lanes_ != nullptr) lanes_->select_results(lane, call_->results, views);
@@ -92,6 +100,7 @@ class CallLanes : Immovable {
     raise_mismatch(gate_, spec_, index, expected, got);
   }
 
+  mutable nb::ft_mutex mutex_;  // guards the call's arrays against its end
   const Call* call_;
   const Lanes* lanes_;
   std::string gate_, spec_;

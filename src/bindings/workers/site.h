@@ -87,7 +87,8 @@ class WorkerCallee final : public GateCallee, public std::enable_shared_from_thi
   const WorkerOptions options;
   LateReference start, describe, failed;
   SharedCounters counters;
-  // Set by the first site that calls a worker; under the GIL.
+  // Set by the first site that calls a worker.
+  nb::ft_mutex mutex;  // guards them
   std::shared_ptr<Pool> pool;
   std::shared_ptr<HeldDefinition> definition;
 };
@@ -113,15 +114,21 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
       if (!object.is_valid()) nb::raise_python_error();
       return object;
     };
-    if (prepared_.load(std::memory_order_relaxed)) return;  // under the GIL
-    if (callee_->definition == nullptr) {
+    if (prepared_.load(std::memory_order_acquire)) return;  // see below
+    if (!has_definition()) {
       nb::object started = given(call_python(callee_->start.get(), ""));
       nb::object described = given(call_python(callee_->describe.get(), "OO", Py_None, Py_False));
-      callee_->pool = nb::cast<const PoolHandle&>(started).pool;
-      callee_->definition = std::make_shared<HeldDefinition>(callee_->pool, 0, bytes_in(described));
+      auto pool = nb::cast<const PoolHandle&>(started).pool;
+      auto definition = std::make_shared<HeldDefinition>(pool, 0, bytes_in(described));
+      nb::ft_lock_guard lock(callee_->mutex);
+      if (callee_->definition == nullptr) {  // not by another thread meanwhile
+        callee_->pool = std::move(pool);
+        callee_->definition = std::move(definition);
+      }
     }
     nb::object described = given(call_python(callee_->describe.get(), "sO", spec_.spec.c_str(),
                                              casts() ? Py_True : Py_False));
+    nb::ft_lock_guard lock(callee_->mutex);
     if (prepared_.load(std::memory_order_relaxed)) return;  // by another thread meanwhile
     gate_ = callee_->definition;
     site_ = std::make_unique<HeldDefinition>(callee_->pool, gate_->get().id, bytes_in(described));
@@ -148,6 +155,11 @@ class WorkerSite final : public GateSite<WorkerSite, WorkerCallee> {
   }
 
  private:
+  bool has_definition() {
+    nb::ft_lock_guard lock(callee_->mutex);
+    return callee_->definition != nullptr;
+  }
+
   std::optional<WorkerFailure> run_without_gil(const Call& call, const Lanes& lanes,
                                                const Chosen& chosen) {
     std::optional<WorkerFailure> failure;

@@ -68,10 +68,15 @@ std::vector<std::uint64_t> run_lanes(const SiteOfPython& site, CallLanes& lanes,
   chosen.ran_on = ran_on;
   chosen.send_results = send_results;
   const Lanes none;
-  chosen.failed = &lanes.failed;
-  site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
-                             chosen);
-  return ran_on;
+  std::int64_t failed = -1;
+  chosen.failed = &failed;
+  auto raised = raised_by([&] {
+    site.site->run_from_python(lanes.call(), lanes.lanes() == nullptr ? none : *lanes.lanes(),
+                               chosen);
+  });
+  if (!raised) return ran_on;
+  lanes.failed = failed;
+  throw *std::move(raised);
 }
 
 }  // namespace

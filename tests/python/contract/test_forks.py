@@ -14,7 +14,7 @@ from contract import FOLDER, ROWS
 from interpreters import run_python
 
 # One process runs all rows, and one child of it asks them all again.
-ON_CPU = [row for row in ROWS if not ROWS[row].gpu]
+ON_CPU = [row for row in ROWS if contract.installed(row)]
 
 _PROCESS = """
 import atexit, contextlib, json, os, signal, sys, warnings

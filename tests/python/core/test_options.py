@@ -289,6 +289,7 @@ OF_THE_COMPILER = ("flags", "include_dirs", "libraries", "library_dirs")
 @pytest.mark.parametrize(("name", "option"), options())
 @pytest.mark.usefixtures("folder")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:callgate.gate. parallel=True has no effect:UserWarning")
 def test_an_option_is_refused_by_name_or_is_what_it_says(
   name: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,8 +34,8 @@ ALLOWED = """
   # Taps by name. Guarded by _lock; emptied by `close`.
   _taps: dict[str, int] = {}
   _more = set()
-  _count = 0  # under the GIL: one assignment
-  _weak = weakref.WeakSet()  # under the GIL: single steps
+  _count = 0  # atomic: one assignment
+  _weak = weakref.WeakSet()  # atomic: single steps
   _newest = collections.deque(maxlen=8)  # guarded by _lock, but for a fork's child
   _local = threading.local()
   _table = {1: "a"}  # constant: only the tests change it
@@ -59,8 +59,8 @@ def test_state_with_its_comments_is_listed_and_the_rest_is_not(tmp_path: Path) -
   assert [(row.name, row.kind, row.guard, row.emptied) for row in rows] == [
     ("_taps", "dict", "`_lock`", "`close`"),
     ("_more", "set", "`_lock`", "`close`"),
-    ("_count", "cell", "the GIL: one assignment", ""),
-    ("_weak", "weak table", "the GIL: single steps", "the end of its objects"),
+    ("_count", "cell", "atomic: one assignment", ""),
+    ("_weak", "weak table", "atomic: single steps", "the end of its objects"),
     ("_newest", "deque", "`_lock`, but for a fork's child", "at most 8 entries"),
     ("_local", "thread's own", "each thread has its own", "the thread's end"),
     ("cached", "cache", "its own lock", "at most 4 entries"),
@@ -74,12 +74,12 @@ FAULTS = {
   "_made = ['a']\ndef add(x): _made.append(x)": "what guards it",
   "_last = None\ndef keep(x):\n  global _last\n  _last = x": "what guards it",
   "_server = Server()": "what guards it",
-  "_seen = {}  # under the GIL: single steps": "what empties it",
+  "_seen = {}  # atomic: single steps": "what empties it",
   "import functools\n@functools.cache\ndef size(x): ...": "what empties it",
   "_seen = {}  # guarded by _lock; emptied by `close`": "the name of a module's lock, got _lock",
-  "_seen = {}  # under the GIL: single steps; at most 8 entries\n"
+  "_seen = {}  # atomic: single steps; at most 8 entries\n"
   "def total(): return sum(x for x in _seen.values())": "one step to go through it, by list(...)",
-  "import weakref\n_seen = weakref.WeakSet()  # under the GIL: single steps\n"
+  "import weakref\n_seen = weakref.WeakSet()  # atomic: single steps\n"
   "def total(): return list(_seen)": "one step to go through it, by valuerefs()",
 }
 

@@ -556,7 +556,7 @@ ROWS: dict[str, Row] = {
       "pickle": "the C function's address belongs to this process",
     },
   ),
-  "numba": Row(_numba, each=False, refuses={"error": _COMPILED, **_NO_RULE}),
+  "numba": Row(_numba, each=False, needs="numba", refuses={"error": _COMPILED, **_NO_RULE}),
   "elementwise": Row(_elementwise, each=False, refuses={"error": _COMPILED, **_NO_RULE}),
   "torch": Row(
     _torch, needs="torch", refuses={"grad calls": "the backward pass calls the function again"}

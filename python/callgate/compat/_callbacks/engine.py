@@ -114,7 +114,7 @@ def host_function(
   return call
 
 
-# An item for each running callback. Under the GIL: single steps; emptied by the end of each
+# An item for each running callback. Atomic: single steps; emptied by the end of each
 # callback.
 _running: list[None] = []
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's arrays as Python's collector knows them, for free-threaded Python 3.13.
+
+jaxlib's list of arrays also has those that another thread is freeing. Python's API that leaves them
+out is new in 3.14; before that, a reference from the list may be one to freed memory. The collector
+stops the other threads while it lists its objects. It leaves out objects that `gc.freeze` has
+frozen, so `gc.freeze` notes the arrays first.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import Any
+
+from jax._src.array import ArrayImpl as _ArrayImpl
+
+from callgate import _callgate
+
+NEEDED = sys.version_info < (3, 14) and not getattr(sys, "_is_gil_enabled", lambda: True)()
+# The frozen arrays. Atomic: single steps; emptied by the next `gc.freeze`, of those that died.
+_frozen: list[weakref.ref[Any]] = []
+
+
+def live_arrays() -> list[Any]:
+  """Returns all arrays that are not deleted."""
+  frozen = (reference() for reference in list(_frozen))
+  known: list[Any] = getattr(_callgate, "live_objects")(_ArrayImpl)  # noqa: B009 - not in all builds
+  known += [one for one in frozen if one is not None]
+  return [one for one in known if not one.is_deleted()]
+
+
+def start() -> None:
+  """Makes `gc.freeze` note the arrays, once."""
+  freeze = gc.freeze
+
+  def noting() -> None:
+    _frozen[:] = [weakref.ref(one) for one in live_arrays()]
+    freeze()
+
+  gc.freeze = noting
+
+
+if NEEDED:
+  start()
