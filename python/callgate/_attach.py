@@ -22,7 +22,7 @@ import jax
 
 from callgate import _callgate, _part
 from callgate._core import dtypes, effects
-from callgate._jax import cpp_path, dispatch, early, partitioner
+from callgate._jax import collected, cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
 
 
@@ -73,6 +73,7 @@ def start() -> None:
   _callgate.set_resolver(_define)
   dispatch.exclude_from_tracebacks(f"{os.path.dirname(__file__)}{os.sep}")
   dispatch.remember_effects()
+  collected.start()
   dispatch.run_after_failures(effects.OrderedGateEffect)
   config.start()
   _callgate.at_first_callee(_before_first_callee)

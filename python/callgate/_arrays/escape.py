@@ -35,7 +35,7 @@ from callgate._part import Wait
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
-# Held while reading other threads' frames, or searching the heap: these hold the arguments of calls.
+# Held while reading other threads' frames, or searching the heap: they hold the arguments of calls.
 reading_frames = threading.Lock()
 
 

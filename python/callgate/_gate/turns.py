@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 import warnings
@@ -12,7 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from callgate import _part
 from callgate._core import weak
+from callgate._part import Part
 
 
 def is_free_threaded() -> bool:
@@ -44,13 +45,13 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
   return call
 
 
-def _after_fork() -> None:
-  """Replaces the locks in a forked child: the parent's threads, which may hold them, are gone."""
-  for turn in weak.members(_turns):
-    turn.lock = threading.RLock()
+@_part.joins("turns")
+class Turns(Part):
+  """Gives a forked child locks of its own: the parent's threads, which may hold them, are gone."""
 
-
-os.register_at_fork(after_in_child=_after_fork)
+  def forked(self) -> None:
+    for turn in weak.members(_turns):
+      turn.lock = threading.RLock()
 
 
 @functools.cache  # at most one entry

@@ -32,7 +32,9 @@ def live_arrays() -> list[Any]:
 
 
 def start() -> None:
-  """Makes `gc.freeze` note the arrays, once."""
+  """Makes `gc.freeze` note the arrays, once, if the collector has to list them."""
+  if not NEEDED:
+    return
   freeze = gc.freeze
 
   def noting() -> None:
@@ -40,7 +42,3 @@ def start() -> None:
     freeze()
 
   gc.freeze = noting
-
-
-if NEEDED:
-  start()

@@ -507,7 +507,8 @@ def test_two_threads_in_one_call_site_have_views_of_their_own() -> None:
     out[...] = x + 1
     both.wait()  # the other has written
 
-  gate = cg.gate(add, out=lambda x: x, effect="io", style="inplace", name=f"look{next(names)}")
+  options: Any = {"effect": "io", "serial": False, "style": "inplace"}
+  gate = cg.gate(add, out=lambda x: x, name=f"look{next(names)}", **options)
   program = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, carry: gate(carry), x))
   compiled = program.lower(numbers(4)).compile()
   with concurrent.futures.ThreadPoolExecutor(2) as pool:

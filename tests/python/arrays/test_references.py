@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from free_threaded import frees_functions, reads_frames
 from kept_memory import SCALAR, names, numbers, reuse_memory
 
 import callgate as cg
@@ -121,7 +122,10 @@ def called(function: Callable[[Any, Any], Any], times: int = 1) -> None:
       jax.block_until_ready(program(numbers(64)))
 
 
-@pytest.mark.parametrize("way", DROPPED)
+@pytest.mark.parametrize(
+  "way",
+  [pytest.param(way, marks=[frees_functions] * (way == "a class body")) for way in DROPPED],
+)
 def test_views_that_a_call_drops_are_no_escape(way: str) -> None:
   called(DROPPED[way], times=3)
 
@@ -151,6 +155,7 @@ def test_each_holder_counts_once(holders_of_it: int) -> None:
   assert escape._others(suspect) == -1
 
 
+@reads_frames
 @pytest.mark.parametrize(("borrows", "counted"), [(False, 3), (True, 2)])
 def test_arguments_that_may_be_borrowed_hide_no_holder(
   borrows: bool, counted: int, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +185,7 @@ def test_arguments_that_may_be_borrowed_hide_no_holder(
     thread.join()
 
 
+@reads_frames
 @pytest.mark.parametrize("borrows", [False, True])
 def test_a_thread_that_passes_a_view_on_holds_no_address(
   borrows: bool, monkeypatch: pytest.MonkeyPatch

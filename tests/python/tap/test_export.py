@@ -10,6 +10,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from free_threaded import frees_functions
 from interpreters import output_of
 from jax import export
 from jax.experimental import serialize_executable
@@ -197,6 +198,7 @@ class Shown:
     return self.text
 
 
+@frees_functions
 def test_a_print_of_an_object_ends_with_its_program(capsys, clean_caches):
   alive = []
 
