@@ -51,6 +51,7 @@ PARTS: dict[str, tuple[str, *tuple[str, ...]]] = {
   "recordings": ("callgate._replay.block",),
   "serve": ("callgate._serve.serve",),
   "verifications": ("callgate._verify.verify",),
+  "turns": ("callgate._gate.turns",),
 }
 Event = Literal[
   "alert",  # (alert): a `callgate.Alert`, before the callbacks get it
