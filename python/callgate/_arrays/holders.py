@@ -107,15 +107,12 @@ def instance_of(namespace: Any) -> Any:
 def heap() -> list[Any]:
   """Returns the objects that the collector tracks, and the locals of running frames."""
   frames = _running_frames()  # first, so that its own objects are found below
-  tracked = _tracked()
+  # Without tuples in free-threaded Python: another thread may be making one, and Python can't
+  # resize a tuple that has a second reference.
+  in_one_stop: Any = getattr(_callgate, "live_objects", None)
+  tracked = gc.get_objects() if in_one_stop is None else in_one_stop(None)
   known = set(frames).intersection(map(id, tracked))
   return tracked + [item for key, item in frames.items() if key not in known]
-
-
-def _tracked() -> list[Any]:
-  """Returns the collector's objects, without tuples that another thread may be making."""
-  live_objects: Any = getattr(_callgate, "live_objects", None)  # in free-threaded Python
-  return gc.get_objects() if live_objects is None else live_objects(None)
 
 
 # Since Python 3.14 a call's arguments may borrow the references of the caller's variables.

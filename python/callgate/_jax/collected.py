@@ -25,9 +25,10 @@ _frozen: list[weakref.ref[Any]] = []
 
 def live_arrays() -> list[Any]:
   """Returns all arrays that are not deleted."""
-  frozen = (reference() for reference in list(_frozen))
-  known: list[Any] = getattr(_callgate, "live_objects")(_ArrayImpl)  # noqa: B009 - not in all builds
-  known += [one for one in frozen if one is not None]
+  in_one_stop: Any = getattr(_callgate, "live_objects", None)  # free-threaded Python's
+  every = gc.get_objects() if in_one_stop is None else in_one_stop(_ArrayImpl)
+  frozen = [reference() for reference in list(_frozen)]
+  known = [one for one in (*every, *frozen) if type(one) is _ArrayImpl]
   return [one for one in known if not one.is_deleted()]
 
 
