@@ -3,7 +3,9 @@
 
 For a `cond` with a batched predicate JAX runs every branch for every lane. For such a `while_loop`
 it runs the body for finished lanes, too. If they contain an io gate, a tap or a wait for a started
-call, lanes run one after the other instead, and their gates and taps get the lane's number.
+call, lanes run one after the other instead, and their gates and taps get the lane's number. So do
+the lanes of a branch that uses objects which lanes have from outside of it. In derivatives JAX
+passes zeros, which are no handle, for the residuals of a branch that a lane doesn't take.
 `find_nan` does so for all branches and loops. With taps of all lanes at once (`TapSite.whole`) a
 loop sees each iteration once.
 
@@ -22,11 +24,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from callgate._call import primitive as _gates
 from callgate._call.batching import one_by_one
 from callgate._call.site import BoundCall, shared_by_lanes, unknown_lane
 from callgate._core.effects import (
+  HANDLE_EFFECT,
   GateEffect,
   ProgressEffect,
   TapEffect,
@@ -56,11 +60,11 @@ def batch_cond(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **
   # The index of a platform is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   branches = params["branches"]
-  gates = apart and kinds_in(branches) & _APART
-  if apart and (gates or batching.is_marking()):
+  calls = apart and (kinds_in(branches) & _APART or _use_objects(branches, dims[1:]))
+  if apart and (calls or batching.is_marking()):
     if not _needs_all_lanes(branches):
       return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
-    if gates:
+    if calls:
       return _masked_cond(axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
@@ -101,6 +105,56 @@ def kinds_of(effects: Iterable[Any]) -> set[str]:
   """Returns the kinds of calls with these effects."""
   each = ([kind for of, kind in _KINDS if isinstance(it, of)] for it in effects)
   return {kinds[0] for kinds in each if kinds}
+
+
+def _use_objects(branches: _Values, dims: Sequence[Any]) -> bool:
+  """True if a branch may use objects that lanes have from outside of it."""
+  flags = [dim is not None for dim in dims]
+  return any(HANDLE_EFFECT in it.effects and _uses_objects(it, flags) for it in branches)
+
+
+def _uses_objects(jaxpr: Any, flags: Sequence[bool]) -> bool:
+  """True if a call in a jaxpr may use an object by a handle from the operands with flags."""
+  pairs = zip(jaxpr.invars, flags, strict=True)
+  handles = {variable for variable, flag in pairs if flag and _may_be_handles(variable.aval)}
+  for eqn in jaxpr.eqns:
+    own = [not isinstance(atom, tracing.Literal) and atom in handles for atom in eqn.invars]
+    if not any(own):
+      continue
+    if _is_use(eqn):
+      return True
+    if isinstance(eqn.params.get("call"), BoundCall):
+      continue  # an object that it makes is the lane's own
+    if (inner := loops.called(eqn)) is not None:
+      found = _uses_objects(inner, own)
+    elif eqn.primitive is jax.lax.cond_p:
+      found = any(_uses_objects(branch, own[1:]) for branch in eqn.params["branches"])
+    else:
+      found = HANDLE_EFFECT in eqn.effects
+    if found:
+      return True
+    handles.update(variable for variable in eqn.outvars if _may_be_handles(variable.aval))
+  return False
+
+
+def _holds_uses(eqn: Any) -> bool:
+  """True for a call that uses objects, and for an equation that contains one."""
+  if HANDLE_EFFECT not in eqn.effects:
+    return False
+  within = (each for inner in walk.subjaxprs(eqn) for each in walk.equations(inner))
+  return any(map(_is_use, (eqn, *within)))
+
+
+def _is_use(eqn: Any) -> bool:
+  """True for a call that uses the objects of one lane, not of all lanes at once."""
+  call = eqn.params.get("call")
+  is_use = isinstance(call, BoundCall) and call.gate.traits.handles == "uses"
+  return is_use and call.gate.vmap == "each"
+
+
+def _may_be_handles(aval: Any) -> bool:
+  """True for the type of a handle's words, or of several handles'."""
+  return getattr(aval, "dtype", None) == np.uint32 and aval.shape[-1:] == (2,)
 
 
 def _needs_all_lanes(jaxprs: _Values) -> bool:
@@ -247,18 +301,21 @@ def _where(mask: Any, eqn: Any, inputs: _Values) -> _Values:
     return _tap(eqn, mask, inputs)
   inner = walk.subjaxprs(eqn)
   calls = (kinds_of(eqn.effects) | kinds_in(inner)) & _APART
-  if not calls and not (inner and refs.touches(eqn.effects)):
+  calls = calls or (inner and refs.touches(eqn.effects))
+  if not (calls or _holds_uses(eqn)):
     return refs.bind_masked(eqn, mask, inputs)
   if not _needs_all_lanes(inner):
     return _only_where(mask, lambda: walk.bind_equation(eqn, inputs), eqn.outvars)
-  if not carried.can_carry(eqn.primitive):
-    name = eqn.primitive.name
-    raise GateDefinitionError(
-      f"vmap of a branch or loop that only some lanes take: {name} holds both a collective (or a "
-      "Ref) and a callgate call with an effect. Move one of the two out of it"
-    )
-  with eqn.ctx.manager:
-    return carried.bind(_where, eqn, mask, inputs)
+  if carried.can_carry(eqn.primitive):
+    with eqn.ctx.manager:
+      return carried.bind(_where, eqn, mask, inputs)
+  if not calls:  # right if each lane has an object
+    return walk.bind_equation(eqn, inputs)
+  name = eqn.primitive.name
+  raise GateDefinitionError(
+    f"vmap of a branch or loop that only some lanes take: {name} holds both a collective (or a "
+    "Ref) and a callgate call with an effect. Move one of the two out of it"
+  )
 
 
 def _only_where(mask: Any, call: Callable[[], _Values], results: _Values) -> _Values:
