@@ -4,7 +4,8 @@
 A call that makes an object (`Traits.shares_object`) can run before the loop if no step changes its
 arguments. The arguments are the loop's constants, or the body computes them from these without
 effects. The same holds for a call in an inner loop, as long as no step of the outer loop changes
-the arguments. Calls in branches, and in loops that may not run, stay as they are.
+the arguments. Calls in branches, and in loops that may not run, stay as they are. So do calls on
+which no result of the loop depends: the object's end waits for the loop's results.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ def plan_of(params: dict[str, Any]) -> Plan | None:
   length, body = params["length"], params["jaxpr"]
   if is_open(length) or length < 2:
     return None
-  consts = loops.scan_counts(params)[0]
-  return _plan(body, [i < consts for i in range(len(body.in_avals))])
+  consts, carry = loops.scan_counts(params)[:2]
+  return _plan(body, [i < consts for i in range(len(body.in_avals))], consts, carry)
 
 
-def _plan(body: Any, constant: Sequence[bool]) -> Plan | None:
+def _plan(body: Any, constant: Sequence[bool], consts: int, carry: int) -> Plan | None:
   known = {var for var, flag in zip(body.jaxpr.invars, constant, strict=True) if flag}
   known.update(body.jaxpr.constvars)
   plan, needed, computed = Plan(), set[Any](), list[tuple[int, Any]]()
@@ -103,10 +104,15 @@ def _plan(body: Any, constant: Sequence[bool]) -> Plan | None:
 
   for place, eqn in enumerate(body.eqns):
     if _shares(eqn):
-      if all(map(is_known, leaves := _leaves(eqn, eqn.invars)[0])) and _can_share(eqn):
+      known_leaves = all(map(is_known, leaves := _leaves(eqn, eqn.invars)[0]))
+      if known_leaves and _can_share(eqn) and _is_in_results(eqn, body, consts, carry):
         plan.calls.add(place)
         need(leaves)
-    elif _is_loop(eqn) and (inner := _inner_plan(eqn, is_known)) is not None:
+    elif (
+      _is_loop(eqn)
+      and (inner := _inner_plan(eqn, is_known)) is not None
+      and _is_in_results(eqn, body, consts, carry)
+    ):
       plan.inner[place] = inner
       need(list(filter(is_known, loops.split_scan(eqn.params, eqn.invars)[0])))
     elif not eqn.effects and all(map(is_known, eqn.invars)):
@@ -122,7 +128,26 @@ def _plan(body: Any, constant: Sequence[bool]) -> Plan | None:
 def _inner_plan(eqn: Any, is_known: Callable[[Any], bool]) -> Plan | None:
   consts, *rest = loops.split_scan(eqn.params, eqn.invars)
   others = [False] * sum(map(len, rest))
-  return _plan(eqn.params["jaxpr"], [*map(is_known, consts), *others])
+  constant = [*map(is_known, consts), *others]
+  return _plan(eqn.params["jaxpr"], constant, len(consts), len(rest[0]))
+
+
+def _is_in_results(eqn: Any, body: Any, consts: int, carry: int) -> bool:
+  """True if a result of the loop that has elements depends on the equation, in any step."""
+  depend = set(eqn.outvars)
+  while True:
+    for later in body.eqns:
+      if any(not isinstance(atom, tracing.Literal) and atom in depend for atom in later.invars):
+        depend.update(later.outvars)
+    results = [
+      not isinstance(atom, tracing.Literal) and atom in depend for atom in body.jaxpr.outvars
+    ]
+    carried = {body.jaxpr.invars[consts + i] for i in range(carry) if results[i]}
+    if carried <= depend:
+      break
+    depend |= carried
+  sizes = [aval.shape for aval in body.out_avals]
+  return any(found and 0 not in shape for found, shape in zip(results, sizes, strict=True))
 
 
 def _leaves(eqn: Any, of: Sequence[Any]) -> tuple[list[Any], Any]:

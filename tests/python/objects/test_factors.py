@@ -341,3 +341,28 @@ def test_derivatives_of_a_matrix_in_bands_need_matvec() -> None:
   bands = jnp.stack([-jnp.ones(20), 4 * jnp.ones(20)])
   with pytest.raises(cg.GateDefinitionError, match=r"not a square matrix.*\[2, 20\].*matvec="):
     jax.grad(lambda a: solve(a, jnp.ones(20)).sum())(bands)
+
+
+@pytest.mark.parametrize("carried", ["a number", "nothing", "no elements"])
+def test_a_loop_whose_results_need_no_solve_keeps_its_object_to_the_last(carried: str) -> None:
+  """XLA orders the object's end by the loop's results alone: no solve may come after it."""
+  counted, seen = Counted(), list[float]()
+  note = cg.gate(lambda x: seen.append(float(x[0])), out=(), effect="io")
+  first = {"a number": 0.0, "nothing": (), "no elements": jnp.zeros((3, 0))}[carried]
+
+  def program(a: Any, u: Any) -> Any:
+    def step(i: Any, carry: Any) -> Any:
+      x = u if carried != "no elements" else jnp.zeros((3, 0))
+      solved = counted.solver(a, x * (i + 1))
+      note(solved[:, :1].sum() + u * (i + 1) if carried == "no elements" else solved)
+      return solved if carried == "no elements" else carry
+
+    return jax.lax.fori_loop(0, 5, step, first)
+
+  steps = np.arange(1, 6, dtype=np.float32)
+  start = U[0] if carried == "no elements" else jnp.linalg.solve(A, U)[0]
+  for _ in range(5):
+    with cg.errors():
+      jax.block_until_ready(jax.jit(lambda a, u: program(a, u))(A, U))
+    np.testing.assert_allclose(sorted(seen), start * steps, rtol=1e-5)
+    seen.clear()
