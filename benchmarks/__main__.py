@@ -42,6 +42,7 @@ SUBJECTS = (
   "objects",
   "steer",
   "memory",
+  "threads",
 )
 CUDA_SUBJECTS = (
   "cuda_identity",

@@ -65,7 +65,8 @@ def ask(name):
   def python():
     while True:
       short(X)
-      begun.set()
+      if not begun.is_set():  # an interrupt within `set` would leave its lock held
+        begun.set()
 
   long, short = jax.jit(many), jax.jit(f)
   with row.around():
