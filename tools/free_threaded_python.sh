@@ -43,17 +43,18 @@ apt() {
     -o "APT::Sandbox::User=$(id -un)" "$@"
 }
 build() {
-  apt update
-  cd "$work/source"
-  apt source --download-only python3.13
-  tar xf python3.13_*.orig.tar.*
-  cd Python-3.13*
-  ./configure -q --disable-gil --prefix="$cache"
-  make -s -j "$(nproc 2>/dev/null || echo 2)"
-  make -s install
+  apt update &&
+    cd "$work/source" &&
+    apt source --download-only python3.13 &&
+    tar xf python3.13_*.orig.tar.xz &&
+    cd Python-3.13* &&
+    ./configure -q --disable-gil --prefix="$cache" &&
+    unset MAKEFLAGS &&
+    make -s -j "$(nproc 2>/dev/null || echo 2)" &&
+    make -s install
 }
 echo "building Python 3.13 without the GIL in $cache" >&2
-if ! (set -e; build) >"$log" 2>&1; then
+if ! (build) >"$log" 2>&1; then
   tail -n 20 "$log" >&2
   echo "expected a C compiler, make, and the headers of OpenSSL, zlib and libffi" >&2
   exit 1

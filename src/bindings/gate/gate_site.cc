@@ -134,9 +134,10 @@ class PyGateSite final : public GateSite<PyGateSite, PyCallee> {
     } else {
       run_lanes(call, *lanes, 0, count, gpu, raised);
     }
-    if (!raised.raised()) return;
+    std::optional<nb::python_error>& error = raised.raised();
+    if (!error) return;
     t_lane_ = (*lanes)->name(lanes->position(raised.lane()));
-    throw *std::move(raised.raised());
+    throw *std::move(error);
   }
 
   // Runs lanes until one raises, or one before them has.

@@ -36,7 +36,7 @@ class Underway : Immovable {
  public:
   Underway() : thread_(std::this_thread::get_id()) {
     nb::ft_lock_guard lock(mutex_);
-    number_ = ++last_number_;
+    number_ = ++last_number_;  // NOLINT(*-prefer-member-initializer): under the lock
     before_ = std::exchange(newest_, this);
     if (before_ != nullptr) before_->after_ = this;
     ++depth_;
