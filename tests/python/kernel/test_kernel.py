@@ -708,10 +708,10 @@ def test_a_kernel_that_takes_long_is_reported(capfd: pytest.CaptureFixture[str])
     }
     """,
     out=same,
-    name="slow",
+    name="a slow kernel",
   )
   with cg.config(stall_seconds=0.05):
     assert jax.jit(kernel)(np.zeros(1, np.float32))[0] == 5
   said = capfd.readouterr().err
-  for part in ("kernel 'slow' called with (float32[1])", "stall_seconds", "MainThread"):
+  for part in ("kernel 'a slow kernel' called with (float32[1])", "stall_seconds", "MainThread"):
     assert part in said
