@@ -240,10 +240,10 @@ NB_MODULE(_callgate, module) {
       PyErr_SetString(PyExc_ValueError, error.what());
     }
   });
-  for (auto* bind :
-       {bind_buffer, bind_process, bind_channel, bind_py_consumer, bind_sinks, bind_threads,
-        bind_gate, bind_tape, bind_kernel, bind_peers, bind_stream, bind_progress, bind_jitted,
-        bind_signs, bind_live_objects, bind_upload, bind_workers, bind_serve, bind_executors, bind_steer})
+  for (auto* bind : {bind_buffer,  bind_process,  bind_channel, bind_py_consumer, bind_sinks,
+                     bind_threads, bind_gate,     bind_tape,    bind_kernel,      bind_peers,
+                     bind_stream,  bind_progress, bind_jitted,  bind_signs,       bind_live_objects,
+                     bind_upload,  bind_workers,  bind_serve,   bind_executors,   bind_steer})
     bind(module);
   module.def("targets", &targets, "The FFI handlers by platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks);

@@ -42,25 +42,25 @@ namespace callgate::bindings {
 namespace nb = nanobind;
 
 // Each function adds its file's contents to the module.
-void bind_buffer(nb::module_& module);       // `Buffer`
-void bind_jitted(nb::module_& module);       // calls of jitted functions, and their errors
-void bind_signs(nb::module_& module);        // signs that programs have ended
+void bind_buffer(nb::module_& module);        // `Buffer`
+void bind_jitted(nb::module_& module);        // calls of jitted functions, and their errors
+void bind_signs(nb::module_& module);         // signs that programs have ended
 void bind_live_objects(nb::module_& module);  // in free-threaded Python
-void bind_upload(nb::module_& module);       // `Upload`: a feed's item on its way to a GPU
-void bind_gate(nb::module_& module);         // `Callee`, `Check`, `Context`, watches of calls
-void bind_threads(nb::module_& module);      // jobs on callgate's threads; `NamedThread`
-void bind_tape(nb::module_& module);         // recordings of calls
-void bind_peers(nb::module_& module);        // `TvmFunction`, `PackedKernel`
-void bind_kernel(nb::module_& module);       // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
-void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: before the next three
-void bind_py_consumer(nb::module_& module);  // `python_consumer`
-void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
-void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
-void bind_steer(nb::module_& module);        // `Knob`, `Stop`
-void bind_progress(nb::module_& module);     // the board of bars, for the drawing thread
-void bind_workers(nb::module_& module);      // `WorkerPool`, `WorkerCallee`
-void bind_serve(nb::module_& module);        // the code of worker processes
-void bind_executors(nb::module_& module);    // `ExecutorCallee`, `CallLanes`
+void bind_upload(nb::module_& module);        // `Upload`: a feed's item on its way to a GPU
+void bind_gate(nb::module_& module);          // `Callee`, `Check`, `Context`, watches of calls
+void bind_threads(nb::module_& module);       // jobs on callgate's threads; `NamedThread`
+void bind_tape(nb::module_& module);          // recordings of calls
+void bind_peers(nb::module_& module);         // `TvmFunction`, `PackedKernel`
+void bind_kernel(nb::module_& module);        // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
+void bind_channel(nb::module_& module);       // `Consumer`, `Channel`, `Tap`: before the next three
+void bind_py_consumer(nb::module_& module);   // `python_consumer`
+void bind_sinks(nb::module_& module);         // `jsonl_sink`, ..., `RecordWriter`
+void bind_stream(nb::module_& module);        // `stream_sink`, `StreamReader`, outfeeds of 2020
+void bind_steer(nb::module_& module);         // `Knob`, `Stop`
+void bind_progress(nb::module_& module);      // the board of bars, for the drawing thread
+void bind_workers(nb::module_& module);       // `WorkerPool`, `WorkerCallee`
+void bind_serve(nb::module_& module);         // the code of worker processes
+void bind_executors(nb::module_& module);     // `ExecutorCallee`, `CallLanes`
 
 // Runs `body`, which runs Python code, under the GIL. Meanwhile the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors would drop

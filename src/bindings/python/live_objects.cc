@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The objects of Python's collector, in free-threaded Python.
 //
-// gc.get_objects() also takes references to tuples that another thread is making. Python's functions
-// that resize a new tuple fail if it has a second reference.
+// gc.get_objects() also takes references to tuples that another thread is making. Python's
+// functions that resize a new tuple fail if it has a second reference.
 #include <vector>
 
 #include "bindings/python/gil.h"

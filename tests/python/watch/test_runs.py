@@ -371,11 +371,11 @@ def test_a_browser_shows_filters_sorts_and_compares(folder, tmp_path):
       )
       await tab.evaluate("document.querySelectorAll('#runs .run input')[3].click()")
       await tab.wait_until("document.querySelectorAll('.medium').length === 4")
+      # Each time, because the page may make the slider anew between two looks.
       slider = "const one = document.querySelector('.medium input'); one.value = 0;"
-      await tab.evaluate(f"{slider} one.dispatchEvent(new Event('input'))")
-      await tab.wait_until(
-        "document.querySelector('.medium .note').textContent.includes('record 0')"
-      )
+      note = "document.querySelector('.medium .note').textContent"
+      moved = f"{slider} one.dispatchEvent(new Event('input')); return {note}"
+      await tab.wait_until(f"(() => {{ {moved}.includes('record 0') }})()")
       assert await tab.evaluate("document.querySelector('#head .lost').textContent") == "1 crashed"
 
   (tmp_path / "profile").mkdir()
