@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from free_threaded import FREE
 from interpreters import output_of, printed_by
 from property_checks import is_soak
 
 import callgate as cg
 from callgate._gate import turns
 
-FREE = turns.is_free_threaded()
-free_threaded = pytest.mark.skipif(not FREE, reason="Python runs with the GIL")
+without_gil = pytest.mark.skipif(not FREE, reason="Python runs with the GIL")
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
 THREADS = 4
 CALLS = 10_000_000 // THREADS if is_soak() else 500
@@ -68,7 +68,7 @@ class Overlap:
 
 
 # -- the import ---
-@free_threaded
+@without_gil
 def test_the_package_leaves_the_gil_off() -> None:
   source = """
     import sys, threading
@@ -168,7 +168,7 @@ def test_a_forked_child_has_turns_of_its_own() -> None:
 
 
 # -- parallel= ---
-@free_threaded
+@without_gil
 @two_cores
 def test_lanes_of_a_parallel_gate_run_at_once() -> None:
   meet = threading.Barrier(2)
