@@ -138,9 +138,11 @@ class Medium {
   }
 
   async update(version) {
-    if (this.drawn === `${version}:${this.at}`) return;
-    const answer = await ask("media", {run: this.run, leaf: this.leaf, at: this.at});
-    this.drawn = `${version}:${this.at}`;
+    const at = this.at;
+    if (this.drawn === `${version}:${at}`) return;
+    const answer = await ask("media", {run: this.run, leaf: this.leaf, at});
+    if (at !== this.at) return;  // the slider was moved meanwhile: the next look asks for its place
+    this.drawn = `${version}:${at}`;
     this.slider.max = answer.places.length - 1;
     this.slider.value = answer.at;
     this.slider.hidden = answer.places.length < 2;

@@ -371,7 +371,8 @@ def test_a_browser_shows_filters_sorts_and_compares(folder, tmp_path):
       )
       await tab.evaluate("document.querySelectorAll('#runs .run input')[3].click()")
       await tab.wait_until("document.querySelectorAll('.medium').length === 4")
-      # Each time, because the page may make the slider anew between two looks.
+      # The page draws only what is in sight, and may make the slider anew between two looks.
+      await tab.evaluate("document.querySelector('.medium').scrollIntoView()")
       slider = "const one = document.querySelector('.medium input'); one.value = 0;"
       note = "document.querySelector('.medium .note').textContent"
       moved = f"{slider} one.dispatchEvent(new Event('input')); return {note}"
