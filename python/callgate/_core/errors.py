@@ -21,22 +21,23 @@ def without_init(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcept
   return made
 
 
-PAGE = "callgate: causes and remedies: https://callgate.github.io/callgate/messages/"
+# The beginning of the note; the page follows.
+LINK = "callgate: causes and remedies: https://callgate.github.io/callgate/"
 
 
 class GateError(Exception):
-  """The base class of callgate's exceptions; `PAGE` is their last note.
+  """The base class of callgate's exceptions; their last note links to the page of their messages.
 
-  A class whose text the user wrote sets `_links` to False.
+  A class whose text the user wrote has no page.
   """
 
-  _links: ClassVar[bool] = True
+  _page: ClassVar[str] = "messages_running"
 
   def __new__(cls, *args: Any, **kwargs: Any) -> Self:
     made = super().__new__(cls, *args, **kwargs)
-    if cls._links:
+    if cls._page:
       # A subclass may refuse attributes. A pickle or a copy replaces the list by its own.
-      made.__dict__["__notes__"] = [PAGE]
+      made.__dict__["__notes__"] = [f"{LINK}{cls._page}/"]
     return made
 
   def __reduce__(self) -> tuple[Any, ...]:
@@ -79,11 +80,13 @@ class HandleError(GateError, ValueError):
 class EndOfFeed(GateError):
   """A program read a feed after its last item; see `callgate.feed`."""
 
-  _links = False
+  _page = ""
 
 
 class GateDefinitionError(GateError, TypeError):
   """A gate, an option or a call is wrong; raised before the program runs."""
+
+  _page = "messages"
 
 
 class ReplayError(GateError, ValueError):
@@ -98,7 +101,7 @@ class RecordedError(GateError):
     message: the exception's text.
   """
 
-  _links = False
+  _page = ""
 
   def __init__(self, kind: str, message: str) -> None:
     super().__init__(f"{kind}: {message}" if message else kind)
@@ -115,7 +118,7 @@ class CheckError(GateError, AssertionError):
     site: the place where the check was traced.
   """
 
-  _links = False
+  _page = ""
 
   def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
     self.message = message
@@ -141,7 +144,7 @@ class VerifyError(GateError, AssertionError):
     failed: the names of the failed questions.
   """
 
-  _links = False
+  _page = ""
 
   def __init__(self, message: str, failed: tuple[str, ...] = ()) -> None:
     super().__init__(message)
@@ -235,6 +238,8 @@ class CompileError(GateError, ValueError):
   Attributes:
     output: the compiler's output, with the line numbers of your source.
   """
+
+  _page = "messages"
 
   def __init__(self, message: str, output: str = "") -> None:
     super().__init__(message)

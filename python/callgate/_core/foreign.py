@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeGuard, TypeVar, cast
 
 from callgate._core import handlers
-from callgate._core.errors import PAGE
+from callgate._core.errors import LINK
 
 _T = TypeVar("_T")
 # The attributes of BaseException itself, in case a subclass redefines them.
@@ -118,11 +118,14 @@ def notes_of(error: BaseException) -> Sequence[str]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-  """Adds the note, once, before `PAGE`; does nothing if the exception's `__notes__` is no list."""
+  """Adds the note, once, before callgate's link to the page of messages.
+
+  Does nothing if the exception's `__notes__` is no list.
+  """
   if note in (notes := notes_of(error)):
     return
-  if PAGE in notes:
-    attach(error, "__notes__", [*(one for one in notes if one != PAGE), note, PAGE])
+  if links := [one for one in notes if one.startswith(LINK)]:
+    attach(error, "__notes__", [*(one for one in notes if one not in links), note, links[0]])
     return
   try:
     BaseException.add_note(error, note)

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from callgate import _part
 from callgate._core import failures, foreign, opened, options
-from callgate._core.errors import PAGE, GateError
+from callgate._core.errors import LINK, GateError
 from callgate._core.pickling import Stays
 from callgate._part import Part, Phase, Wait
 from callgate._process import group
@@ -389,7 +389,7 @@ class Runs(Part):
         error = GateError("the process ended within the block")
         one._leave(error)  # pyright: ignore[reportPrivateUsage]
         for note in foreign.notes_of(error):
-          if note != PAGE:
+          if not note.startswith(LINK):
             print(note, file=sys.stderr)
 
   def forked(self) -> None:

@@ -101,7 +101,7 @@ def test_a_failure_elsewhere_names_the_lane(place: str, tmp_path: Path) -> None:
           assert note.count(" in lane ") == bool(levels)
 
 
-ADDRESS = "https://callgate.github.io/callgate/messages/"
+ADDRESS = "https://callgate.github.io/callgate/messages"
 # The user wrote the text of these exceptions.
 _OWN_TEXT = {"CheckError", "EndOfFeed", "RecordedError", "VerifyError"}
 _PUBLIC = {
@@ -117,15 +117,18 @@ def pages(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize("kind", sorted(_PUBLIC, key=repr), ids=lambda kind: kind.__name__)
-def test_the_last_note_of_each_exception_leads_to_the_page_of_messages(kind: Any) -> None:
+def test_the_last_note_of_each_exception_leads_to_the_page_of_its_messages(kind: Any) -> None:
   error = kind(*_ARGUMENTS.get(kind.__name__, ("what happened",)))
   expected = kind.__name__ not in _OWN_TEXT
+  before = issubclass(kind, (cg.GateDefinitionError, cg.CompileError))
+  page = "messages" if before else "messages_running"
   assert issubclass(kind, cg.GateError)
   for note in ("called here", "then there", "called here"):
     foreign.add_note(error, note)
   for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
     assert one.__notes__[:2] == ["called here", "then there"]
     assert pages(one) == len(one.__notes__) - 2 == expected
+    assert not expected or one.__notes__[-1].endswith(f"/{page}/")
 
 
 def test_all_public_exceptions_are_known() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from texts import cells_of_jax
@@ -54,6 +55,9 @@ def test_environment_variables_that_the_code_reads_are_those_of_the_page() -> No
 
 
 # --- messages ----------------------------------------------------------------------------------
+MESSAGES = ("messages.md", "messages_running.md")
+
+
 @functools.cache
 def messages() -> list[str]:
   """Texts of the code, each whole, with f-strings' values and C++'s insertions left out."""
@@ -61,7 +65,7 @@ def messages() -> list[str]:
   for path in PACKAGE:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
       if isinstance(node, ast.JoinedStr):
-        texts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+        texts.append(_text(node))
       elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         texts.append(node.value)
   for path in NATIVE:
@@ -70,16 +74,63 @@ def messages() -> list[str]:
   return texts
 
 
-def test_messages_of_the_page_are_messages_of_the_code() -> None:
-  wrong = []
-  for cell in cells("messages.md", 0):
-    if cell == "JAX's message" or cell in cells_of_jax():
-      continue
-    (text,) = re.findall(r"`([^`]+)`", cell)[:1]
-    pieces = [piece for piece in text.split("…") if piece.strip(" :,")]
-    if not any(_in_order(pieces, message) for message in messages()):
-      wrong.append(text)
+def rows(page: str) -> Iterator[tuple[str, list[str]]]:
+  """Each message of a page that is callgate's, and its pieces between the parts that vary."""
+  for cell in cells(page, 0):
+    if cell != "JAX's message" and cell not in cells_of_jax():
+      (text,) = re.findall(r"`([^`]+)`", cell)[:1]
+      yield text, [piece for piece in text.split("…") if piece.strip(" :,")]
+
+
+def test_messages_of_the_pages_are_messages_of_the_code() -> None:
+  wrong = [
+    text
+    for page in MESSAGES
+    for text, pieces in rows(page)
+    if not any(_in_order(pieces, message) for message in messages())
+  ]
   assert not wrong
+
+
+def test_a_message_is_on_the_page_to_which_its_exception_links() -> None:
+  raised, pages_of = [*raised_texts()], linked_pages()
+  found = 0
+  for page in MESSAGES:
+    for text, pieces in rows(page):
+      kinds = {kind for kind, message in raised if _in_order(pieces, message)}
+      links = {f"{pages_of[kind]}.md" for kind in kinds if pages_of.get(kind)}
+      assert not links or page in links, f"{text!r} is on {page}, but {kinds} link to {links}"
+      found += bool(links)
+  assert found > 30
+
+
+def linked_pages() -> dict[str, str]:
+  """The page of each of callgate's exceptions: its own, or that of its base class."""
+  found: dict[str, str] = {}
+  file = ROOT / "python" / "callgate" / "_core" / "errors.py"
+  for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    if isinstance(node, ast.ClassDef):
+      own = re.findall(
+        r"^  _page(?:: .*)? = '(.*)'$", ast.unparse(node).replace("    ", "  "), re.M
+      )
+      bases = (found[name] for base in node.bases if (name := ast.unparse(base)) in found)
+      if pages := [*own, *bases]:
+        found[node.name] = pages[0]
+  return found
+
+
+def raised_texts() -> Iterator[tuple[str, str]]:
+  """The exception's name and the text of each `raise` with a text, as in `messages`."""
+  for path in PACKAGE:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+      if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        yield ast.unparse(node.exc.func).rpartition(".")[2], _text(node.exc.args[0])
+
+
+def _text(node: ast.AST) -> str:
+  if isinstance(node, ast.JoinedStr):
+    return "".join(_text(value) for value in node.values)
+  return str(node.value) if isinstance(node, ast.Constant) else "\0"
 
 
 def _in_order(pieces: list[str], message: str) -> bool:

@@ -42,6 +42,17 @@ def test_no_folder_gains_sentences_whose_subject_is_no_noun() -> None:
   assert dict(found) == {name: MOST.get(name, 0) for name in found}, "mend them, or lower MOST"
 
 
+# Tools make these from the code, or include the changelog.
+MADE = {"changelog.md", "state.md", "what_works.md"}
+
+
+def test_a_page_answers_one_question_in_at_most_2000_words() -> None:
+  found = {path: len(path.read_text(encoding="utf-8").split()) for path in files(".md")}
+  pages = {path.name: count for path, count in found.items() if path.is_relative_to(ROOT / "docs")}
+  assert {name for name, count in pages.items() if count > 2000} <= MADE
+  assert pages["performance.md"] < 800
+
+
 def test_the_pages_use_one_spelling_of_the_place_of_a_call() -> None:
   """`thread="own"` is another spelling of `run_on="own"`; `cg.torch` has no other."""
   pages = {path.name for path in files(".md") if 'thread="own"' in path.read_text("utf-8")}
