@@ -4,6 +4,7 @@
 `make docs` builds the site and runs this file; `make test` leaves it out.
 """
 
+import asyncio
 import enum
 import html
 import importlib
@@ -20,6 +21,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 from texts import ROOT
 
@@ -94,7 +96,7 @@ def test_options_of_an_entry_are_documented() -> None:
   for name, option in [("gate", "retries"), ("numba", "fastmath"), ("torch", "mutable"),
                        ("tap", "where"), ("hold", "run_on")]:  # fmt: skip
     entry = ENTRIES[f"callgate.{name}"]
-    assert re.search(rf"<code>{option}</code>", entry), f"{name}: {option}"
+    assert re.search(rf"<code[^>]*>{option}</code>", entry), f"{name}: {option}"
 
 
 def test_the_reference_shows_nothing_with_an_underscore() -> None:
@@ -164,6 +166,39 @@ def test_a_page_has_a_switch_the_version_an_edit_link_and_neighbours() -> None:
   assert f'href="{REPOSITORY}/edit/main/docs/taps.md"' in page
   assert "md-footer__link--prev" in page
   assert "md-footer__link--next" in page
+
+
+BROKEN = """[...document.querySelectorAll("article td code, article th code")]
+  .filter(code => !/\\s/.test(code.textContent) && code.getClientRects().length > 1)
+  .map(code => code.textContent)"""
+# The theme puts each table into a box that scrolls.
+CUT = """[...document.querySelectorAll("article .md-typeset__scrollwrap")]
+  .filter(box => box.scrollWidth > box.clientWidth + 1).length"""
+
+
+@pytest.mark.limit(120)
+@pytest.mark.skipif(browser.find() is None, reason="needs chromium: apt-get install chromium")
+def test_pages_fit_a_desktop_and_a_phone(tmp_path: Path) -> None:
+  """No page is wider than the window, no table on a desktop, and no code word breaks in a table."""
+  looked_at = ["", "gallery", "performance", "comparison", "messages", "messages_running",
+               "environment", "install", "dependencies", "reference/gates"]  # fmt: skip
+  wrong: list[tuple[str, int, Any]] = []
+
+  async def look(devtools: str) -> None:
+    for width in (1400, 390):
+      for page in looked_at:
+        address = (SITE / page / "index.html").resolve().as_uri()
+        async with browser.open_tab(devtools, address, width) as tab:
+          await tab.wait_until("document.readyState === 'complete'")
+          wide = await tab.evaluate("document.documentElement.scrollWidth > innerWidth")
+          broken = await tab.evaluate(BROKEN)
+          cut = await tab.evaluate(CUT) if width == 1400 else 0
+          if wide or broken or cut:
+            wrong.append((page, width, (wide, broken, cut)))
+
+  with browser.chromium(tmp_path / "profile") as devtools:
+    asyncio.run(look(devtools))
+  assert not wrong
 
 
 # Words that a user types, and pages that answer.
