@@ -98,7 +98,7 @@ PYTHON_LAYERS: dict[str, frozenset[str]] = {
     "_steer": "_jax _core _runtime _call _gate _tap",
     "_objects": "_jax _core _arrays _runtime _call _places _gate",
     "_checkpoints": "_jax _core _runtime _process _sharding _gate _tap _feed _objects",
-    "_loops": "_jax _core _runtime _call _tap _steer _feed _checkpoints",
+    "_loops": "_jax _core _runtime _call _tap _steer _feed _objects _checkpoints",
     "_envs": "_jax _core _runtime _call _places _gate _tap",
     "_explain": "_jax _core _runtime _call",
     "_futures": "_jax _core _runtime _call _places _gate _objects",

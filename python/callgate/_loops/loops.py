@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from callgate._checkpoints.checkpoints import Checkpoints
 from callgate._core import options as _options
+from callgate._core.encoding import is_open
 from callgate._core.errors import GateDefinitionError
 from callgate._core.public import core
 from callgate._core.where import where
@@ -40,6 +41,7 @@ from callgate._loops.steps import (
   ending,
   of_step,
 )
+from callgate._objects import before
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -105,6 +107,15 @@ def scan(
   _check_callable("scan: f: expected the loop's body", f)
   if until is not None:
     _check_callable("scan: until: expected a function of the carry", until)
+  if (may_stop or until is not None) and (make := _sharing(f, init, xs, length)) is not None:
+    if tracing.in_no_trace():  # a program, whose objects are its own
+      options: dict[str, Any] = {
+        "length": length, "reverse": reverse, "unroll": unroll, "progress": bar or False,
+        "stoppable": stoppable, "save": save, "until": until, "checkpoint": checkpoint,
+        "_split_transpose": _split_transpose,
+      }  # fmt: skip
+      return wrapped(_program, f, *options.items())(init, xs)
+    f = make()
   ends = Ends(may_stop, until, axes_of(until, f, init, xs) if until else frozenset())
   arguments = (xs, length, reverse, unroll, *rest)
   if save is not None:
@@ -118,6 +129,21 @@ def scan(
     last, ys = jax.lax.scan(body, ends.first_state(init), *arguments)
   count, _, carry = last
   return (carry, ys, count) if ends else (carry, ys)
+
+
+def _sharing(f: Any, init: Any, xs: Any, length: int | None) -> Any:
+  """Returns a function that makes what a scan's steps share; None if they share nothing."""
+  if not before.may_share() or not all(map(jnp.ndim, jax.tree.leaves(xs))):
+    return None
+  steps = automatic.lengths(xs, length)
+  if len(steps) != 1 or is_open(n := steps.pop()) or n < 1:
+    return None
+  return before.with_shared(f, wrapped(before.traced, f), init, xs)
+
+
+def _program(f: Any, *options: tuple[str, Any]) -> Any:
+  """Returns a jitted `scan` of (init, xs)."""
+  return jax.jit(lambda init, xs: scan(f, init, xs, **dict(options)))
 
 
 def fori_loop(

@@ -17,7 +17,7 @@ have no elements, returns an additional mark. The next step makes objects in the
 sweep returns, so a device that is ahead waits for the sweep.
 
 If no step changes a solver's matrix, its factorization is made before the loop, in a scope of its
-own, and freed after the loop (`_objects/shared.py`).
+own, and freed after the loop, unless the loop returns its handle (`_objects/shared.py`).
 """
 
 from __future__ import annotations
@@ -53,19 +53,34 @@ def lower(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
   body, run = ("jaxpr", _scan) if "jaxpr" in params else ("body_jaxpr", _while)
   split = lowering.is_automatic(context)
   marks = not split and set(lowering.platforms_of(context)) <= set(RUNTIME_PLATFORMS)
-  if marks and body == "jaxpr" and shared.may_share(params["jaxpr"]):
-    inlined = {**params, "jaxpr": shared.inlined(params["jaxpr"])}
-    if (plan := shared.plan_of(inlined)) is not None:
-      with_shared = functools.partial(_with_shared, plan, inlined)
-      return mlir.lower_fun(with_shared, multiple_results=True)(context, *operands)
-  if not _makes(params[body].jaxpr) or _uses_untold(params[body].jaxpr, marks):
+  none = _InScope(np.zeros(TYPE.shape, TYPE.dtype), marks)
+  if (planned := _planned(params, none)) is not None:
+    loop = functools.partial(_with_shared, *planned, none, _run_plan)
+  elif _makes(params[body].jaxpr) and not _uses_untold(params[body].jaxpr, marks):
+    loop = functools.partial(run, params, none)
+  else:
     return original(context, *operands, **params)
-  none = np.zeros(TYPE.shape, TYPE.dtype)
 
   def scoped(*inputs: Any) -> list[Any]:
-    return run(params, none, *inputs)[0]
+    return loop(*inputs)[0]
 
   return mlir.lower_fun(scoped, multiple_results=True)(context, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InScope:
+  """The scope in which a jaxpr makes its objects.
+
+  Attributes:
+    words: its number, a value of the program.
+    marks: True if the program may contain marks, and objects that steps share.
+  """
+
+  words: Any
+  marks: bool
+
+  def of(self, words: Any) -> _InScope:
+    return _InScope(words, self.marks)
 
 
 def _makes(jaxpr: Any) -> bool:
@@ -111,12 +126,12 @@ def _within(eqn: Any) -> Sequence[Any]:
 
 # -- loops -----------------------------------------------------------------------------------------
 # Both return the loop's results, and a value that is ready once the loop has been left.
-def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
+def _scan(params: dict[str, Any], parent: _InScope, *operands: Any) -> tuple[list[Any], Any]:
   consts, first, xs = loops.split_scan(params, operands)
 
   def step(state: Any, x: Any) -> Any:
     words, carry = state
-    outs, used = _run(params["jaxpr"], (*consts, *carry, *x), words)
+    outs, used = _run(params["jaxpr"], (*consts, *carry, *x), parent.of(words))
     kept, given = outs[: len(first)], outs[len(first) :]
     return (_swept(words, kept, given, used), kept), given
 
@@ -127,7 +142,7 @@ def _scan(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any
   return [*last, *ys], _gates()["leave"](words, [*last, *ys])
 
 
-def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[Any], Any]:
+def _while(params: dict[str, Any], parent: _InScope, *operands: Any) -> tuple[list[Any], Any]:
   cond, body = params["cond_jaxpr"], params["body_jaxpr"]
   cond_consts, consts, carry = loops.split_operands(params, operands)
   predicate = functools.partial(jaxpr_as_fun(cond), *cond_consts)
@@ -135,7 +150,7 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
 
   def step(state: Any) -> Any:
     words, before = state
-    outs, used = _run(body, (*consts, *before), words)
+    outs, used = _run(body, (*consts, *before), parent.of(words))
     if batched:
       outs = loops.chosen(predicate(*before)[0], outs, before)
     return _swept(words, outs, [], used), outs
@@ -147,8 +162,8 @@ def _while(params: dict[str, Any], parent: Any, *operands: Any) -> tuple[list[An
   return last, _gates()["leave"](words, last)
 
 
-def _entered(parent: Any) -> Any:
-  entered = _gates()["enter"](parent)
+def _entered(parent: _InScope) -> Any:
+  entered = _gates()["enter"](parent.words)
   return tracing.vary_over(tracing.manual_axes(), entered)  # with the type of the sweeps' results
 
 
@@ -164,72 +179,116 @@ def _words(values: Sequence[Any]) -> list[Any]:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-def _run(jaxpr: Any, args: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
-  """Runs a jaxpr with objects in the scope of `words`; returns its results and the uses'."""
+def _run(jaxpr: Any, args: Sequence[Any], scope: _InScope) -> tuple[list[Any], list[Any]]:
+  """Runs a jaxpr with objects in the scope; returns its results and the uses'."""
   used: list[Any] = []
 
   def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
     if HANDLE_EFFECT not in eqn.effects:
       return walk.bind_equation(eqn, inputs)
     with eqn.ctx.manager:
-      results, uses = _run_equation(eqn, inputs, words)
+      results, uses = _run_equation(eqn, inputs, scope)
     used.extend(uses)
     return results
 
   return walk.interpret(jaxpr, args, rule), used
 
 
-def _run_equation(eqn: Any, inputs: list[Any], words: Any) -> tuple[list[Any], list[Any]]:
+def _run_equation(eqn: Any, inputs: list[Any], scope: _InScope) -> tuple[list[Any], list[Any]]:
   """Does as `_run`, for an equation with calls that make or use objects."""
   if isinstance(call := eqn.params.get("call"), BoundCall):
     if call.gate.traits.handles == "makes":
       place = len(inputs) - 1 - bool(call.numbered)  # the number of the lane follows it
-      own = jnp.broadcast_to(tracing.unvaried(words), jnp.shape(inputs[place]))
+      own = jnp.broadcast_to(tracing.unvaried(scope.words), jnp.shape(inputs[place]))
       # With the varying axes as before.
       inputs[place] = tracing.vary_over(tracing.varying_axes([inputs[place]]), own)
     call = dataclasses.replace(call, scoped=True, marked=_is_untold(eqn))
     outs = list(eqn.primitive.bind(*inputs, call=call))
     if call.marked:
       return outs[:-1], outs[-1:]
-  elif eqn.primitive is jax.lax.scan_p:
-    outs, done = _scan(eqn.params, words, *inputs)
-    return outs, [done]
-  elif eqn.primitive is jax.lax.while_p:
-    outs, done = _while(eqn.params, words, *inputs)
+  elif eqn.primitive in (jax.lax.scan_p, jax.lax.while_p):
+    if (planned := _planned(eqn.params, scope)) is not None:
+      outs, done = _with_shared(*planned, scope, _run_plan_in, *inputs)
+    else:
+      run = _scan if eqn.primitive is jax.lax.scan_p else _while
+      outs, done = run(eqn.params, scope, *inputs)
     return outs, [done]
   elif eqn.primitive is jax.lax.cond_p:
-    branches = [functools.partial(_branch, closed, words) for closed in eqn.params["branches"]]
+    branches = [functools.partial(_branch, closed, scope) for closed in eqn.params["branches"]]
     *outs, done = jax.lax.switch(inputs[0], branches, *inputs[1:])
     return outs, [done]
   elif (found := loops.runs(eqn)) is not None:
     inner, operands = found
-    return _run(inner, [inputs[i] for i in operands], words)
+    return _run(inner, [inputs[i] for i in operands], scope)
   else:
     outs = walk.bind_equation(eqn, inputs)
   return outs, outs[:1]
 
 
-def _branch(closed: Any, words: Any, *inputs: Any) -> list[Any]:
+def _branch(closed: Any, scope: _InScope, *inputs: Any) -> list[Any]:
   """Runs a branch; it also returns a value that is ready once its objects have been used."""
-  outs, used = _run(closed, inputs, words)
+  outs, used = _run(closed, inputs, scope)
   # Not a constant behind a barrier: XLA hoists a result that is equal in all branches.
   done = _gates()["done"](used) if used else jnp.int32(0)
   return [*outs, tracing.vary_over(tracing.manual_axes(), done)]
 
 
 # -- objects shared by steps ----------------------------------------------------------------------
-def _with_shared(plan: shared.Plan, params: dict[str, Any], *operands: Any) -> list[Any]:
-  """Runs the scan with such objects made before the loop and freed after it."""
-  words = _gates()["enter"](np.zeros(TYPE.shape, TYPE.dtype))
+def _planned(params: dict[str, Any], scope: _InScope) -> tuple[shared.Plan, dict[str, Any]] | None:
+  """Returns the plan of a loop, and its parameters with another body; None without a plan."""
+  body = "jaxpr" if "jaxpr" in params else "body_jaxpr"
+  if not (scope.marks and shared.may_share(params[body])):
+    return None
+  inlined = {**params, body: shared.inlined(params[body])}
+  plan = shared.plan_of(inlined)
+  return None if plan is None else (plan, inlined)
+
+
+def _with_shared(
+  plan: shared.Plan, params: dict[str, Any], parent: _InScope, run: Rule, *operands: Any
+) -> tuple[list[Any], Any]:
+  """Runs the loop with such objects made before it, and freed after it unless it returns them.
+
+  Derivatives make a loop return them: its step's handle is a residual of the backward loop.
+  """
+  words = _gates()["enter"](parent.words)
 
   def make(function: Callable[..., Any], values: Sequence[Any]) -> Any:
     making, shape = jax.make_jaxpr(function, return_shape=True)(*values)
-    return jax.tree.unflatten(jax.tree.structure(shape), _run(making, values, words)[0])
+    return jax.tree.unflatten(jax.tree.structure(shape), _run(making, values, parent.of(words))[0])
 
-  consts = loops.split_scan(params, operands)[0]
-  used = shared.run(plan, shared.make_shared(plan, params["jaxpr"], consts, make), params, operands)
-  _gates()["leave"](_gates()["sweep"](words, [], [], used), used)
-  return used
+  outs, used = run(parent, plan, _made(plan, params, operands, make), params, operands)
+  swept = _gates()["sweep"](words, [], _words(outs), [*outs, *used])
+  return outs, _gates()["leave"](swept, outs)
+
+
+def _run_plan(_: _InScope, *plan: Any) -> tuple[list[Any], list[Any]]:
+  return shared.run(*plan), []  # the loop's other objects get scopes when it is lowered
+
+
+def _run_plan_in(
+  scope: _InScope, plan: shared.Plan, found: shared.Made, *of_loop: Any
+) -> tuple[list[Any], list[Any]]:
+  params, operands = of_loop
+  closed = jax.make_jaxpr(lambda *args: shared.run(plan, args[0], params, args[1]))(found, operands)
+  return _run(closed, jax.tree.leaves((found, operands)), scope)
+
+
+def _made(plan: shared.Plan, params: dict[str, Any], operands: Sequence[Any], make: Any) -> Any:
+  """Runs the part before the loop, if the loop has a step."""
+  if "jaxpr" in params:
+    consts = loops.split_scan(params, operands)[0]
+    return shared.make_shared(plan, params["jaxpr"], consts, make)
+  asked, consts, first = loops.split_operands(params, operands)
+  (begins,) = jaxpr_as_fun(params["cond_jaxpr"])(*asked, *first)
+
+  def before() -> Any:
+    return shared.make_shared(plan, params["body_jaxpr"], consts, make)
+
+  def nothing() -> Any:
+    return jax.tree.map(tracing.zeros_of, tracing.result_avals(before))
+
+  return jax.lax.cond(loops.any_lane(begins), before, nothing)
 
 
 # -- the runtime's part ----------------------------------------------------------------------------
