@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import options, signatures
+from callgate._core import options, signatures, split
 from callgate._core.dtypes import type_text
 from callgate._nan import constants, findings, lanes, watched
 
@@ -109,7 +109,8 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
 
   Returns:
     A function with f's arguments that runs f and returns a `NanReport`, or None if there is nothing
-    to report. It drops f's results. Gates and taps in f run as usual.
+    to report. It drops f's results. Gates and taps in f run as usual. As with `jax.jit`, calls with
+    arguments of the same shapes and dtypes reuse the compiled program.
 
   Raises:
     GateDefinitionError: f is not callable, or `reaching` is not a bool.
@@ -117,23 +118,23 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
   options.function("find_nan", "f", f)
   options.boolean("find_nan", "reaching", reaching)
 
+  source = _definition(f)
+  program = jax.jit(lambda given: f(*(parts := split.joined(given))[0], **parts[1]))
+
+  @functools.lru_cache  # by identity
+  def watching(closed: Any) -> tuple[watched.Watch, Callable[..., Any]]:
+    watch = watched.Watch(closed, bool(reaching), source)
+    return watch, jax.jit(watch.run)
+
   @functools.wraps(f, updated=())
   def find(*args: Any, **kwargs: Any) -> NanReport | None:
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-
-    def of_arrays(*given: Any) -> Any:
-      every = list(leaves)
-      for index, value in zip(arrays, given, strict=True):
-        every[index] = value
-      args, kwargs = jax.tree.unflatten(tree, every)
-      return f(*args, **kwargs)
-
     given = [leaves[i] for i in arrays]
-    source = _definition(f)
     with lanes.marking():
-      watch = watched.Watch(jax.make_jaxpr(of_arrays)(*given), bool(reaching), source)
-    rows, reached = jax.device_get(jax.jit(watch.run)(*given))
+      nodes = [leaf if _is_array(leaf) else split.Static(leaf) for leaf in leaves]
+      watch, run = watching(program.trace(jax.tree.unflatten(tree, nodes)).jaxpr)
+    rows, reached = jax.device_get(run(*given))
     found = np.flatnonzero(rows.kind != findings.NONE)
     inputs: Any = range(len(given))
     if reached is not None:

@@ -317,3 +317,51 @@ def test_arguments_that_are_no_arrays() -> None:
   assert cg.find_nan(f)({"a": np.float32(-1)}, name="b", power=2).primitive == "log"
   with pytest.raises(cg.GateDefinitionError, match="find_nan: f: expected"):
     cg.find_nan(3)  # pyright: ignore[reportArgumentType]
+
+
+class Same:
+  """Equal to all others of its kind."""
+
+  def __init__(self, scale: float) -> None:
+    self.scale = scale
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Same)
+
+  def __hash__(self) -> int:
+    return 0
+
+
+@pytest.mark.parametrize("reaching", [False, True])
+def test_later_calls_reuse_the_program(reaching: bool) -> None:
+  traced: list[Any] = []
+  compiled: list[str] = []
+
+  def count(event: str, _: float, **__: Any) -> None:
+    if "backend_compile" in event:
+      compiled.append(event)
+
+  def f(x: Any, way: Any, flag: bool = True) -> Any:
+    traced.append(way)
+    return jnp.log(x["a"] * way.scale) if flag else x["a"]
+
+  find, one, other = cg.find_nan(f, reaching=reaching), Same(1.0), Same(-1.0)
+  jax.monitoring.register_event_duration_secs_listener(count)
+  try:
+    for value, way, flag, found in (
+      (1.0, one, True, False), (-1.0, one, True, True), (1.0, one, True, False),
+      (1.0, other, True, True), (-1.0, other, True, False), (-1.0, one, True, True),
+      (-1.0, one, False, False),
+    ):  # fmt: skip
+      report = find({"a": np.float32(value)}, way, flag)
+      assert (report is not None) == found, (value, way.scale)
+      assert report is None or (report.primitive, report.step) == ("log", None)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(count)
+  assert [way.scale for way in traced] == [1.0, -1.0, 1.0]
+  assert len(compiled) == 3, compiled
+  assert find({"a": np.ones(3, np.float32)}, one) is None  # another shape
+  assert find({"a": np.float32(np.nan)}, one, False).argument == "x['a']"
+  assert len(traced) == 4
+  with jax.disable_jit():
+    assert find({"a": np.float32(-1)}, one).primitive == "log"
