@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,31 @@ def batch_whole(
   results = bind(flat, (size * inner_size, tuple(combined)))
   lead = (size,) if whole is None else (size, inner_size)
   return [r.reshape((*lead, *r.shape[1:])) for r in results]
+
+
+def of_lanes_with_objects(
+  call: Callable[[Sequence[Any]], Sequence[Any]],
+  handles: Sequence[int],
+  mask: Sequence[bool],
+  operands: Sequence[Any],
+) -> Sequence[Any]:
+  """Makes a "whole" call in which lanes without an object repeat one that has its objects.
+
+  Without such a lane there is no call, and the results are zeros. A lane without an object is one
+  that doesn't take the call's branch: JAX then drops its results. `handles` are the places of the
+  batched handles.
+  """
+  found = [jnp.any(operands[i] != 0, axis=-1) for i in handles]
+  has = functools.reduce(jnp.logical_and, found)
+  some = jnp.argmax(has)
+
+  def filled(x: Any) -> Any:
+    return jnp.where(has.reshape(-1, *(1,) * (x.ndim - 1)), x, x[some])
+
+  values = [filled(x) if flag else x for x, flag in zip(operands, mask, strict=True)]
+  results = jax.eval_shape(call, values)
+  zeros = lambda: [jnp.zeros(each.shape, each.dtype) for each in results]  # noqa: E731
+  return jax.lax.cond(jnp.any(has), lambda: list(call(values)), zeros)
 
 
 def cuts_bytes(

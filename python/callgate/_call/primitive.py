@@ -240,7 +240,12 @@ def _batch_of(
   if method != "each":
 
     def with_axis(values: Sequence[Any], whole: Level) -> Sequence[Any]:
-      return bind(*values, *number, call=BoundCall(gate, site, (), whole, numbered=call.numbered))
+      of_lanes = BoundCall(gate, site, (), whole, numbered=call.numbered, skips=call.skips)
+      run = lambda values: bind(*values, *number, call=of_lanes)  # noqa: E731
+      if not call.skips:
+        return run(values)
+      handles = [i for i in gate.handles_in(site) if whole[1][i]]
+      return _batching.of_lanes_with_objects(run, handles, whole[1], values)
 
     results = _batching.batch_whole(with_axis, method, (size, mask), moved, call.whole)
   elif _batching.cuts_bytes(moved, mask, site.results) or (gate.traits.by_lane and call.numbered):

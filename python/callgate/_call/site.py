@@ -99,6 +99,7 @@ class BoundCall:
   scoped: bool = False  # in a loop whose steps free their objects (`_objects/scopes.py`)
   marked: bool = False  # its last result only orders later calls
   numbered: tuple[Numbered, ...] = ()
+  skips: bool = False  # leaves out lanes without an object, with vmap="whole"
 
   @property
   def axes(self) -> tuple[Level, ...]:
@@ -230,6 +231,11 @@ class Callee(Identity):
     self.linear = cast("bool | tuple[int, ...]", options.linear)
     self.aliases = dict(options.aliases or {})
     self.gradient = options.gradient
+
+  def handles_in(self, site: CallSite) -> tuple[int, ...]:
+    """Returns the flat places of the handles among a call's arguments."""
+    del site
+    return ()
 
   def rename(self, name: str) -> None:
     """Gives it another name in programs lowered from now on, and frees its old name."""

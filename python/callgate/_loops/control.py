@@ -59,6 +59,8 @@ _APART = frozenset({"gate", "tap", "wait"})  # the kinds of calls that each lane
 def batch_cond(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # The index of a platform is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
+  if apart and _use_objects(params["branches"], dims[1:], whole=True):
+    params = {name: walk.with_params(value, _skipping) for name, value in params.items()}
   branches = params["branches"]
   calls = apart and (kinds_in(branches) & _APART or _use_objects(branches, dims[1:]))
   if apart and (calls or batching.is_marking()):
@@ -107,13 +109,16 @@ def kinds_of(effects: Iterable[Any]) -> set[str]:
   return {kinds[0] for kinds in each if kinds}
 
 
-def _use_objects(branches: _Values, dims: Sequence[Any]) -> bool:
-  """True if a branch may use objects that lanes have from outside of it."""
+def _use_objects(branches: _Values, dims: Sequence[Any], *, whole: bool = False) -> bool:
+  """True if a branch may use objects that lanes have from outside of it.
+
+  `whole` asks for calls of all lanes at once.
+  """
   flags = [dim is not None for dim in dims]
-  return any(HANDLE_EFFECT in it.effects and _uses_objects(it, flags) for it in branches)
+  return any(HANDLE_EFFECT in it.effects and _uses_objects(it, flags, whole) for it in branches)
 
 
-def _uses_objects(jaxpr: Any, flags: Sequence[bool]) -> bool:
+def _uses_objects(jaxpr: Any, flags: Sequence[bool], whole: bool) -> bool:
   """True if a call in a jaxpr may use an object by a handle from the operands with flags."""
   pairs = zip(jaxpr.invars, flags, strict=True)
   handles = {variable for variable, flag in pairs if flag and _may_be_handles(variable.aval)}
@@ -121,14 +126,14 @@ def _uses_objects(jaxpr: Any, flags: Sequence[bool]) -> bool:
     own = [not isinstance(atom, tracing.Literal) and atom in handles for atom in eqn.invars]
     if not any(own):
       continue
-    if _is_use(eqn):
+    if _is_use(eqn, whole):
       return True
     if isinstance(eqn.params.get("call"), BoundCall):
       continue  # an object that it makes is the lane's own
     if (inner := loops.called(eqn)) is not None:
-      found = _uses_objects(inner, own)
+      found = _uses_objects(inner, own, whole)
     elif eqn.primitive is jax.lax.cond_p:
-      found = any(_uses_objects(branch, own[1:]) for branch in eqn.params["branches"])
+      found = any(_uses_objects(branch, own[1:], whole) for branch in eqn.params["branches"])
     else:
       found = HANDLE_EFFECT in eqn.effects
     if found:
@@ -145,11 +150,19 @@ def _holds_uses(eqn: Any) -> bool:
   return any(map(_is_use, (eqn, *within)))
 
 
-def _is_use(eqn: Any) -> bool:
-  """True for a call that uses the objects of one lane, not of all lanes at once."""
+def _is_use(eqn: Any, whole: bool = False) -> bool:
+  """True for a call that uses the objects of one lane; with `whole`, of all lanes at once."""
   call = eqn.params.get("call")
   is_use = isinstance(call, BoundCall) and call.gate.traits.handles == "uses"
-  return is_use and call.gate.vmap == "each"
+  return is_use and (call.gate.vmap == "each") is not whole
+
+
+def _skipping(params: dict[str, Any]) -> dict[str, Any]:
+  """Returns a call's parameters; a call of all lanes at once leaves out lanes without an object."""
+  call = params.get("call")
+  if not isinstance(call, BoundCall) or call.gate.traits.handles != "uses":
+    return params
+  return {**params, "call": dataclasses.replace(call, skips=True)}
 
 
 def _may_be_handles(aval: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from callgate import _part
 from callgate._call import shapes
 from callgate._call.function import ArrayFunction
+from callgate._call.site import CallSite
 from callgate._core import callables, exact, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
@@ -25,6 +26,7 @@ from callgate._gate.callee import GateCallee
 from callgate._gate.options import GateOptions, take_options
 from callgate._jax import tracing
 from callgate._objects import remote, table
+from callgate._objects.handle import places
 from callgate._objects.hold import PLACES, home_of, on_thread, short
 from callgate._objects.resolve import is_handle, name_objects, resolved
 from callgate._objects.table import Held, KeptObjects
@@ -50,6 +52,9 @@ class Use(GateCallee):
       return super().label
     text, _, _ = self.name.removeprefix(_PREFIX).partition("{")
     return f"{self.kind} '{callables.shown(text)}'"
+
+  def handles_in(self, site: CallSite) -> tuple[int, ...]:
+    return places(site.spec)
 
   def check_export(self) -> None:
     if self.is_unknown_to_others:

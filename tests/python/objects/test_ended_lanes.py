@@ -34,24 +34,37 @@ def solver(**options: Any) -> Any:
   )
 
 
-@jax.custom_vjp
-def held(a: Any, b: Any) -> Any:
-  return _forward(a, b)[0]
+def over_objects(solve: Any) -> Any:
+  """Returns the function of all lanes at once."""
+
+  def whole(lus: Any, b: Any) -> Any:
+    if not isinstance(lus, list):
+      return solve(lus, b)
+    sizes.append(len(lus))
+    return np.stack([solve(lu, row) for lu, row in zip(lus, b, strict=True)])
+
+  return whole
 
 
-def _forward(a: Any, b: Any) -> Any:
-  lu = cg.hold(lu_factor)(a)
-  x = cg.use(lu_solve, lu, b, out=b)
-  return x, (lu, x)
+def holding(solve: Any, backwards: Any, vmap: Any) -> Solve:
+  def forward(a: Any, b: Any) -> Any:
+    lu = cg.hold(lu_factor)(a)
+    x = cg.use(solve, lu, b, out=b, vmap=vmap)
+    return x, (lu, x)
+
+  def backward(residuals: Any, cotangent: Any) -> Any:
+    lu, x = residuals
+    found = cg.use(backwards, lu, cotangent, out=cotangent, vmap=vmap)
+    return -jnp.outer(found, x), found
+
+  held = jax.custom_vjp(lambda a, b: forward(a, b)[0])
+  held.defvjp(forward, backward)
+  return held
 
 
-def _backward(residuals: Any, cotangent: Any) -> Any:
-  lu, x = residuals
-  found = cg.use(solve_transposed, lu, cotangent, out=cotangent)
-  return -jnp.outer(found, x), found
-
-
-held.defvjp(_forward, _backward)
+sizes = list[int]()
+held = holding(lu_solve, solve_transposed, "each")
+held_whole = holding(over_objects(lu_solve), over_objects(solve_transposed), "whole")
 
 
 def tapped(a: Any, b: Any) -> Any:
@@ -130,6 +143,12 @@ TABLE: dict[str, tuple[Any, Solve, Any, Any]] = {
   "grad of checkpoint": (in_a_loop, solver(), lambda f: jax.grad(jax.checkpoint(f)), OWN),
   "columns": (in_a_loop, solver(vmap="whole"), jax.grad, SHARED),
   "a hold": (in_a_loop, held, jax.grad, OWN),
+  "a hold at once": (in_a_loop, held_whole, jax.grad, OWN),
+  "a hold at once of one matrix": (in_a_loop, held_whole, jax.grad, SHARED),
+  "a hold at once of lanes of lanes": (in_a_loop, held_whole, jax.grad, NESTED),
+  "a hold at once of crossed lanes": (in_loops, held_whole, jax.grad, CROSSED),
+  "a hold at once in a branch": (in_a_branch, held_whole, jax.grad, OWN),
+  "a hold at once with a collective": (with_a_collective, held_whole, jax.grad, OWN),
   "a tap": (in_a_loop, tapped, jax.grad, OWN),
   "a branch": (in_a_branch, solver(), jax.grad, OWN),
   "loops": (in_loops, solver(), jax.grad, SHARED),
@@ -154,6 +173,20 @@ def test_lanes_that_have_ended_are_not_solved_backwards(jit: Any) -> None:
   lanes, a, k = SHARED
   jax.block_until_ready(jit(lanes(jax.grad(in_a_loop(solver()))))(a, k))
   assert len(transposed) == int(ENDS.sum())
+
+
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+@pytest.mark.parametrize("taking", [(0, 3, 0, 2), (0, 0, 0, 0)])
+def test_a_use_of_all_lanes_at_once_is_one_call_of_lanes_with_objects(
+  engine: Any, taking: Any
+) -> None:
+  matrices, ends = jnp.stack([A, A + 0.1, A + 0.2, A + 0.3]), jnp.array(taking)
+  slopes = lambda solve: jax.jit(jax.vmap(jax.grad(in_a_branch(solve))))
+  with cg.config(engine=engine):
+    sizes.clear()
+    got = jax.block_until_ready(slopes(held_whole)(matrices, ends))
+    assert len(sizes) == 1 + any(taking)  # forwards all lanes solve, as with jnp.linalg.solve
+  np.testing.assert_allclose(got, slopes(by_jax)(matrices, ends), rtol=1e-4, atol=1e-5)
 
 
 def test_a_use_of_all_lanes_at_once_stays_one_call_in_a_branch() -> None:
