@@ -17,7 +17,7 @@ from callgate._objects.hold import of_objects
 from callgate._part import Part, Wait
 from callgate._process import group
 from callgate._replay import static
-from callgate._replay.calls import Recorded, digest
+from callgate._replay.calls import Recorded
 from callgate._runtime import barrier
 
 _CLOSE_SECONDS = 5.0  # seconds to wait for calls that outlive their programs, as timed-out ones do
@@ -111,7 +111,7 @@ def call_of(
     gate, site, lane, device, shard, number, getattr(made, "effect", "pure"),
     tuple(registry.argument(gate, spec, i) for i in range(len(operands))),
     tuple((code, shape) for code, shape, _ in operands), operands,
-    tuple(map(digest, operands)), static.of_call(gate, spec), waits=getattr(made, "waits", False),
+    static=static.of_call(gate, spec), waits=getattr(made, "waits", False),
   )  # fmt: skip
 
 

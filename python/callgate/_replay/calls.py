@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._core.dtypes import Value, array_of, dtype_of, type_text, value_of
+from callgate._core.dtypes import Value, array_of, dtype_code, dtype_of, type_text, value_of
 from callgate._core.tape import Type
 from callgate._replay import static as statics
 from callgate._replay.static import Static
@@ -40,7 +41,7 @@ class Recorded:
     names: the operands' names, as messages write them.
     types: the operands' types.
     operands: None if the recording has only digests.
-    digests: the operands' digests.
+    known_digests: the operands' digests; None if they follow from the operands.
     static: the static arguments by name.
     results: None if the call raised an exception.
     error: the exception, as `raised.py` writes it.
@@ -59,13 +60,18 @@ class Recorded:
   names: tuple[str, ...]
   types: tuple[Type, ...]
   operands: tuple[Value, ...] | None
-  digests: tuple[bytes, ...]
+  known_digests: tuple[bytes, ...] | None = None
   static: Static = ()
   results: tuple[Value, ...] | None = None
   error: str = ""
   pickled: bytes = b""
   waits: bool = False
   time_ns: int = 0
+
+  @functools.cached_property
+  def digests(self) -> tuple[bytes, ...]:
+    """The operands' digests."""
+    return self.known_digests or tuple(map(digest, self.operands or ()))
 
   @functools.cached_property
   def arrays(self) -> tuple[np.ndarray, ...]:
@@ -113,7 +119,7 @@ class Recorded:
       names=tuple(self.names[i] for i in kept),
       types=tuple(self.types[i] for i in kept),
       operands=None if self.operands is None else tuple(self.operands[i] for i in kept),
-      digests=tuple(self.digests[i] for i in kept),
+      known_digests=tuple(self.digests[i] for i in kept),
       static=static,
     )
 
@@ -121,7 +127,8 @@ class Recorded:
     """Returns the call as a recording of digests has it."""
     if self.operands is None:
       return self
-    return dataclasses.replace(self, operands=None, static=statics.digested(self.static))
+    static = statics.digested(self.static)
+    return dataclasses.replace(self, operands=None, known_digests=self.digests, static=static)
 
 
 def parameter_of(name: str) -> str:
@@ -145,30 +152,44 @@ def text_of(type: Type) -> str:
 # -- to a stream -----------------------------------------------------------------------------------
 def describe(call: Recorded) -> str:
   """Returns the common part of the records of one call site."""
-  operands = [
-    [name, code, list(shape)] for name, (code, shape) in zip(call.names, call.types, strict=True)
-  ]
+  is_digests = call.operands is None
+  head = (call.site, call.effect, call.names, call.types, is_digests, call.static, call.waits)
+  return _described(*head)
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(
+  site: str, effect: str, names: tuple[str, ...], types: tuple[Type, ...], is_digests: bool,
+  static: Static, waits: bool,
+) -> str:  # fmt: skip
+  operands = [[name, code, list(shape)] for name, (code, shape) in zip(names, types, strict=True)]
   held: dict[str, Any] = {
-    KEY: VERSION, "site": call.site, "effect": call.effect, "operands": operands,
-    "digests": call.operands is None,
+    KEY: VERSION, "site": site, "effect": effect, "operands": operands, "digests": is_digests,
   }  # fmt: skip
-  if call.static:
-    held["static"] = call.static
-  if call.waits:
+  if static:
+    held["static"] = static
+  if waits:
     held["waits"] = True
   return json.dumps(held, separators=(",", ":"))
 
 
-def leaves_of(call: Recorded) -> list[Leaf]:
-  leaves = [_leaf("at", value_of(np.array([call.lane, call.shard], np.int64)))]
+def leaves_of(
+  call: Recorded, results: tuple[Value, ...] | None, error: str, pickled: bytes
+) -> list[Leaf]:
+  """Returns the arrays of a call's record; `results` is None if it raised `error`."""
+  leaves: list[Leaf] = [("at", _INT64, [2], _AT.pack(call.lane, call.shard))]
   if call.operands is None:
     leaves += [_bytes(f"digests[{i}]", data) for i, data in enumerate(call.digests)]
   else:
     leaves += [_leaf(f"operands[{i}]", value) for i, value in enumerate(call.operands)]
-  if call.results is not None:
-    return leaves + [_leaf(f"results[{i}]", value) for i, value in enumerate(call.results)]
-  leaves.append(_bytes("error", call.error.encode()))
-  return leaves + ([_bytes("pickle", call.pickled)] if call.pickled else [])
+  if results is not None:
+    return leaves + [_leaf(f"results[{i}]", value) for i, value in enumerate(results)]
+  leaves.append(_bytes("error", error.encode()))
+  return leaves + ([_bytes("pickle", pickled)] if pickled else [])
+
+
+_AT = struct.Struct("=qq")
+_INT64 = dtype_code(np.dtype(np.int64))
 
 
 def _leaf(path: str, value: Value) -> Leaf:
@@ -209,12 +230,11 @@ def _read(record: StreamRecord, about: Mapping[str, Any]) -> Recorded:
     names.append(str(name))
     types.append((int(code), tuple(map(int, shape))))
   lane, shard = map(int, leaves["at"])
+  operands, digests = None, None
   if about["digests"]:
-    operands = None
     digests = tuple(leaves[f"digests[{i}]"].tobytes() for i in range(len(types)))
   else:
     operands = tuple(value_of(leaves[f"operands[{i}]"]) for i in range(len(types)))
-    digests = tuple(map(digest, operands))
   results, error, pickled = None, "", b""
   if "error" in leaves:
     error = leaves["error"].tobytes().decode()

@@ -105,7 +105,7 @@ class Replay(Block):
     if self._file is None:
       return None
     if self._digests:
-      whole = dataclasses.replace(whole, operands=None)
+      whole = dataclasses.replace(whole, operands=None, known_digests=whole.digests)
     return self._file.begun(whole, run, self._running)
 
   def _may_be_made(self, call: Recorded) -> bool:

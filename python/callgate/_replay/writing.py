@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 import weakref
@@ -41,18 +40,18 @@ class CallFile:
 
     The call is in `running` meanwhile.
     """
-    begun = RecordedCall(lambda call: self._write(call, run), running, call)
+    begun = RecordedCall(self._write, running, call, run)
     running[call.number] = call.gate, weakref.ref(begun)
     return begun
 
-  def _write(self, call: Recorded, run: int) -> None:
+  def _write(self, call: Recorded, run: int, leaves: list[calls.Leaf]) -> None:
     """Writes a call that has ended; raises if the file can't store it."""
     with self._writing:
       if self._writer is None:  # the block has ended, and has reported the call
         return
       try:
         self._writer.write(
-          name=call.gate, role=0, leaves=calls.leaves_of(call), description=calls.describe(call),
+          name=call.gate, role=0, leaves=leaves, description=calls.describe(call),
           seq=call.number, time_ns=time.time_ns(), run=run, device=call.device, repeated=False,
           lane=[],
         )  # fmt: skip
@@ -97,20 +96,20 @@ class RecordedCall:
   """
 
   def __init__(
-    self, write: Callable[[Recorded], None], running: dict[int, Any], call: Recorded
-  ) -> None:
-    self._write, self._running, self._call = write, running, call
+    self, write: Callable[[Recorded, int, list[calls.Leaf]], None], running: dict[int, Any],
+    call: Recorded, run: int,
+  ) -> None:  # fmt: skip
+    self._write, self._running, self._call, self._run = write, running, call, run
     self.number = call.number
 
   def __call__(self, results: tuple[Value, ...] | None, error: BaseException | None) -> None:
     try:
-      if error is None:
-        call = dataclasses.replace(self._call, results=results)
-      elif foreign.is_a(error, Exception):
+      text, pickled = "", b""
+      if error is not None:
+        if not foreign.is_a(error, Exception):  # Ctrl-C is no result of the gate
+          return
         text, pickled = raised.text_of(error), raised.pickle_of(error)
-        call = dataclasses.replace(self._call, error=text, pickled=pickled)
-      else:  # Ctrl-C is no result of the gate
-        return
-      self._write(call)
+      leaves = calls.leaves_of(self._call, results, text, pickled)
+      self._write(self._call, self._run, leaves)
     finally:
       self._running.pop(self.number, None)
