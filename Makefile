@@ -80,7 +80,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help ecosystem executors demo test free-threaded-test quick soak programs programs-planted fuzz cpp-build cpp-test python-test environment package examples lint \
+.PHONY: help ecosystem executors demo test free-threaded-test free-threaded-tsan quick soak programs programs-planted fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench bench-check docs wheel portable-wheel portable-check matrix jax-suites gpu-test gpu-bench \
   virtual-gpu virtual-gpu-test virtual-gpu-quick constraints \
   asan-python system-packages clean
@@ -323,6 +323,24 @@ free-threaded-test:
 	for target in "cpp-test python-test" 'programs PROGRAMS_ARGS="--jobs 1 --most 200"'; do \
 	  eval $(MAKE) VENV=.venv-free PYTHON="$$python" WITH_WHEELS=--with-wheels $$target; \
 	done
+
+# Tests with threads, with Python and the module under the thread sanitizer. The libraries come from
+# the environment of `free-threaded-test`.
+TSAN_TESTS ?= tests/python/gate/test_at_once.py
+TSAN_SITE := build/tsan-site
+free-threaded-tsan: export PIP_ONLY_BINARY = :all:
+free-threaded-tsan:
+	python="$$(sh tools/free_threaded_python.sh --build)" && unset PIP_CONSTRAINT && \
+	  $(MAKE) VENV=.venv-free PYTHON="$$python" WITH_WHEELS=--with-wheels package
+	rm -rf $(TSAN_SITE)
+	PATH="$(CURDIR)/.venv-free/bin:$$PATH" .venv-free/bin/python -m pip install -q --no-deps --no-build-isolation --target $(TSAN_SITE) \
+	  -C build-dir=build/tsan-module -C cmake.build-type=RelWithDebInfo \
+	  -C cmake.define.CALLGATE_SANITIZE=thread -C install.strip=false .
+	libraries="$$(.venv-free/bin/python -c 'import site; print(*site.getsitepackages())')" && \
+	  python="$$(sh tools/free_threaded_python.sh --build --thread-sanitizer)" && \
+	  TSAN_OPTIONS="suppressions=$(CURDIR)/tests/thread_sanitizer.txt history_size=4 report_mutex_bugs=0 detect_deadlocks=0 $(TSAN_OPTIONS)" \
+	  PYTHONPATH="$(CURDIR)/$(TSAN_SITE):$$libraries" JAX_PLATFORMS=cpu CALLGATE_TEST_XLA=$(TEST_XLA) \
+	  "$$python" -m pytest -p no:cacheprovider -p no:xdist -o faulthandler_timeout=3000 $(TSAN_TESTS)
 
 WHEEL_DIR ?= dist
 wheel: $(PY)

@@ -4,15 +4,22 @@
 # versions, or the one that `--build` has made in the cache folder. If there is none, `--build` makes
 # it, on Debian or a system with Debian's mirror: from the source package of Python 3.13 in Debian's
 # newer stable release, without changes to the system's list of packages, in some five minutes.
+# `--build --thread-sanitizer` makes one that reports data races, for `make free-threaded-tsan`.
 set -eu
 usable='import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED"))'
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/callgate/python-free-threaded
 pyenv_root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "$HOME/.pyenv")}
 release=trixie
+option=
+if [ "${2:-}" = --thread-sanitizer ]; then
+  cache=$cache-tsan
+  option=--with-thread-sanitizer
+fi
 
 for minor in 15 14 13; do
   for candidate in "python3.${minor}t" "$pyenv_root/versions/3.$minor"*t/bin/python3 \
       "$cache/bin/python3.${minor}t"; do
+    if [ -n "$option" ] && [ "$candidate" != "$cache/bin/python3.${minor}t" ]; then continue; fi
     if "$candidate" -c "$usable" >/dev/null 2>&1; then
       "$candidate" -c 'import sys; print(sys.executable)'
       exit 0
@@ -48,7 +55,7 @@ build() {
     apt source --download-only python3.13 &&
     tar xf python3.13_*.orig.tar.xz &&
     cd Python-3.13* &&
-    ./configure -q --disable-gil --prefix="$cache" &&
+    ./configure -q --disable-gil $option --prefix="$cache" &&
     unset MAKEFLAGS &&
     make -s -j "$(nproc 2>/dev/null || echo 2)" &&
     make -s install

@@ -25,6 +25,7 @@
 #include "core/lifetime.h"
 #include "core/system.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/handover.h"
 
 namespace callgate::xla_ffi {
 
@@ -192,7 +193,12 @@ class StateOf {
       return nullptr;
     }
     return guarded_handler(frame, [&]() -> XLA_FFI_Error* {
-      S::execute(frame);
+      if constexpr (kThreadSanitizer) {
+        const UseOfState use(&get(*frame));
+        S::execute(frame);
+      } else {
+        S::execute(frame);
+      }
       return nullptr;
     });
   }
@@ -226,12 +232,20 @@ class StateOf {
   static XLA_FFI_Error* give(const XLA_FFI_CallFrame& frame, std::unique_ptr<S> state) {
     XLA_FFI_State_Set_Args args{XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame.ctx,
                                 XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  state.get()};
+    hand_over(state.get());
     XLA_FFI_Error* error = frame.api->XLA_FFI_State_Set(&args);
     if (error == nullptr) state.release();  // NOLINT: XLA's now
     return error;
   }
 
-  static constexpr XLA_FFI_TypeInfo kInfo = ::xla::ffi::MakeTypeInfo<S>();
+  static constexpr XLA_FFI_TypeInfo kInfo = [] {
+    XLA_FFI_TypeInfo info = ::xla::ffi::MakeTypeInfo<S>();
+    info.deleter = [](void* state) {
+      take_over(state);
+      delete static_cast<S*>(state);
+    };
+    return info;
+  }();
   // Typed wrappers, which are only used for their metadata about S.
   XLA_FFI_DEFINE_HANDLER(
       kGives, []() -> ::xla::ffi::ErrorOr<std::unique_ptr<S>> { return std::unique_ptr<S>(); },
