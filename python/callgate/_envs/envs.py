@@ -15,6 +15,7 @@ from callgate._core import exact, factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError, GateError
 from callgate._core.failures import raise_deferred
+from callgate._core.pickling import Stays
 from callgate._core.public import Closing
 from callgate._envs import infos, plans, resets, seeds, spaces, wrappers
 from callgate._envs.calls import EnvLayout
@@ -100,7 +101,7 @@ def envs(make: Callable[..., Any], /, *, options: EnvsOptions) -> "Envs":
   return Envs(name, Programs(name, plan, layout, run_on, options.timeout, to, options.record_steps))
 
 
-class Envs(Closing):
+class Envs(Closing, Stays):
   """Environments that compiled programs reset and step; made by `callgate.envs`.
 
   Calls run in program order on each device, also from one program to the next. The environments
@@ -112,6 +113,8 @@ class Envs(Closing):
     single_observation_space, single_action_space: Gymnasium's spaces of one environment.
     observation_space, action_space: Gymnasium's spaces of all environments.
   """
+
+  _stays = "its environments live in this process; call callgate.envs in the other process"
 
   def __init__(self, name: str, programs: Programs) -> None:
     plan = programs.plan
@@ -192,6 +195,7 @@ class Envs(Closing):
     """
     del info
     programs = self._open()
+    spaces.check_numbers(programs.plan.label, actions)
     return (self._step if tracing.in_no_trace() else programs.step)(actions)
 
   def render(self, lane: int = 0) -> Any:

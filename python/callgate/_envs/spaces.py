@@ -72,6 +72,16 @@ def _bounds(kinds: Any, space: Any) -> tuple[int, int]:
 
 
 # -- actions ---------------------------------------------------------------------------------------
+def check_numbers(label: str, actions: Any) -> None:
+  """Raises if the actions contain something that can't become an array of numbers."""
+  for path, leaf in jax.tree_util.tree_flatten_with_path(actions)[0]:
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "V")
+    if kind in "OSU" or not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float)):
+      raise GateDefinitionError(
+        f"{label}: actions{jax.tree_util.keystr(path)}: expected an array of numbers, got {leaf!r}"
+      )
+
+
 def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -> None:
   """Raises unless the traced actions, a pytree of arrays, fit `count` environments."""
   tree = jax.tree.structure(want)

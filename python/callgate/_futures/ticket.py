@@ -171,10 +171,14 @@ def _begin(gate: GateCallee, name: str) -> GateCallee:
   # The wrapper of an async function isn't a coroutine function.
   begin.__dict__.pop("__wrapped__", None)
   options = GateOptions(out=(), name=name, effect=gate.effect, arrays=arrays, copy=True)
-  return holding(begin, options)
+  return holding(begin, options, kind=_Begin)
 
 
 class _Begin(HoldCallee):
+  kind = "gate"  # in messages, since the user has no hold
+
+
+class _BeginElsewhere(_Begin):
   """Starts calls elsewhere; with JAX's own callbacks, here."""
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,8 +189,8 @@ class _Begin(HoldCallee):
       _by_jax.on = False
 
 
-class _BeginByLane(_Begin):
-  traits = _Begin.traits.but(by_lane=True)
+class _BeginByLane(_BeginElsewhere):
+  traits = _BeginElsewhere.traits.but(by_lane=True)
 
 
 _by_jax = threading.local()
@@ -221,7 +225,7 @@ def _begin_remote(gate: GateCallee, name: str) -> GateCallee:
   functools.update_wrapper(begin, gate.function, updated=())
   begin.__dict__.pop("__wrapped__", None)
   options = GateOptions(out=(), name=name, effect=gate.effect, copy=True)
-  return holding(begin, options, kind=_BeginByLane if by_lane else _Begin)
+  return holding(begin, options, kind=_BeginByLane if by_lane else _BeginElsewhere)
 
 
 def result(gate: GateCallee, ticket: Any) -> Any:

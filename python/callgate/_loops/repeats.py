@@ -27,6 +27,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
+from callgate._call.site import BoundCall
 from callgate._core.effects import HANDLE_EFFECT, PROGRESS_EFFECT
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import loops, walk
@@ -59,7 +60,10 @@ def checkpoint_while(
   original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> Any:
   if any(unknown) and HANDLE_EFFECT in eqn.effects:
-    raise GateDefinitionError(_KEEPS)
+    call = _first(
+      _jaxprs(eqn.params), lambda call: call.gate.traits.handles or call.gate.traits.of_thread
+    )
+    raise GateDefinitionError(_KEEPS.format(call))
   if any(unknown) and _repeats(eqn.params, "tap", "whole tap"):
     first, second, *rest = _with_marked_taps(original, saveable, unknown, instantiated, eqn)
   elif not any(unknown) and kinds_in(_jaxprs(eqn.params)) & {"gate", "tap"}:
@@ -76,7 +80,8 @@ def _repeats(params: _Params, *kinds: str) -> bool:
   """True if a loop that runs again contains such calls; raises for gates with effects."""
   held = kinds_in(_jaxprs(params))
   if "gate" in held:
-    raise GateDefinitionError(_RUNS_TWICE)
+    call = _first(_jaxprs(params), lambda call: call.gate.effect != "pure")
+    raise GateDefinitionError(_RUNS_TWICE.format(call))
   return bool(held.intersection(kinds))
 
 
@@ -84,15 +89,22 @@ def _jaxprs(params: _Params) -> tuple[Any, Any]:
   return params["cond_jaxpr"], params["body_jaxpr"]
 
 
+def _first(jaxprs: Sequence[Any], holds: Callable[[BoundCall], Any]) -> str:
+  """Returns the label of the first call for which `holds`."""
+  calls = (eqn.params.get("call") for jaxpr in jaxprs for eqn in walk.equations(jaxpr))
+  found = (it.gate.label for it in calls if isinstance(it, BoundCall) and holds(it))
+  return next(found, "a gate")
+
+
 _RUNS_TWICE = (
-  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: "
-  "the gate would run again for each tangent. Use jax.jvp or jax.lax.scan, move the gate out of "
-  "the loop, or declare effect='pure'"
+  "a while_loop with {}, of effect 'io' or 'ordered', was linearized, and carries a tangent: the "
+  "gate would run again for each tangent. Use jax.jvp or jax.lax.scan, or move the call out of the "
+  "loop. A gate that has no effect takes effect='pure'"
 )
 
 
 _KEEPS = (
-  "a while_loop that calls a gate on a named thread, or uses an object, was linearized under "
+  "a while_loop with {}, a call on a named thread or with an object, was linearized under "
   "jax.checkpoint or with a tap in it, and carries a tangent: JAX would keep the results of "
   "every step of the loop. Use jax.jvp or jax.lax.scan, or move the call out of the loop"
 )

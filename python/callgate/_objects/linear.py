@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from callgate._core import options as _options
 from callgate._core import registry
+from callgate._core.pickling import Origin, made_by
 from callgate._core.public import core
 from callgate._core.where import where
 from callgate._gate.gate import Gate
@@ -85,8 +86,15 @@ def linear_solver(
   if run_on is None:  # a single call has no object that outlives it
     place["run_on"] = "xla"
   given = GateOptions(out=_as_b, cast=cast, name=name, **place)
-  with registry.defining(where().definition()):
-    return LinearSolver(Solver(parts, given, of_objects))
+  here = where()
+  with registry.defining(here.definition()):
+    made = LinearSolver(Solver(parts, given, of_objects))
+  options = {
+    "factor": factor, "solve": solve, "solve_transposed": solve_transposed, "matvec": matvec,
+    "symmetric": symmetric, "cast": cast, "run_on": run_on, "thread": thread, "timeout": timeout,
+    "vmap": vmap, "name": name,
+  }  # fmt: skip
+  return made_by(Origin(here.module, linear_solver, (), options), made)
 
 
 class LinearSolver(Gate[..., Any]):

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from callgate._core import options as _options
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
+from callgate._core.pickling import Origin, made_by
 from callgate._core.where import where
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions, Thread
@@ -78,8 +79,14 @@ def root(
   options = GateOptions(
     out=_as_x0, cast=cast, run_on=run_on, thread=thread, timeout=timeout, name=name
   )
-  with registry.defining(where().definition()):
-    return Gate(_Root(residual, solver, tangent_solve or _dense, options))
+  here = where()
+  with registry.defining(here.definition()):
+    made = Gate(_Root(residual, solver, tangent_solve or _dense, options))
+  given = {
+    "solver": solver, "tangent_solve": tangent_solve, "cast": cast, "run_on": run_on,
+    "thread": thread, "timeout": timeout, "name": name,
+  }  # fmt: skip
+  return made_by(Origin(here.module, root, (residual,), given), made)
 
 
 class _Root(TwoArguments):

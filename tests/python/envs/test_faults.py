@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pathlib
+import pickle
 import re
 from typing import Any
 
@@ -157,6 +159,33 @@ def test_actions_of_another_form_are_refused(
       with pytest.raises(cg.GateDefinitionError, match=said):
         step(actions)
     assert stepped(env, 3)[0][:, 1].tolist() == [1] * 3  # nothing had run
+
+
+@pytest.mark.parametrize("actions", ["left", {"a": None, "b": [object()]}, np.array(["a"] * 3)])
+def test_actions_that_are_no_numbers_are_refused_in_the_users_words(actions: Any) -> None:
+  with cg.envs(environments.simple, n=3) as env:
+    for step in (env.step, lambda actions: jax.jit(lambda: env.step(actions))()):
+      with pytest.raises(cg.GateDefinitionError, match=r"envs '.*': actions.*of numbers, got"):
+        step(actions)
+
+
+def test_a_loop_that_steps_and_is_linearized_is_refused_by_its_step() -> None:
+  with cg.envs(environments.pendulum, n=2, name="pole") as env:
+
+    def loop(x: Any) -> Any:
+      step = lambda c: (c[0] * env.step(jnp.zeros((2, 1)))[1].sum(), c[1] + 1)
+      return jax.lax.while_loop(lambda c: c[1] < 2, step, (x, 0))[0]
+
+    with pytest.raises(cg.GateDefinitionError, match=r"a while_loop with envs 'pole\.step'"):
+      jax.linearize(loop, 1.0)
+
+
+def test_environments_say_why_they_have_no_pickle() -> None:
+  with cg.envs(environments.simple, n=2, name="left") as env:
+    assert copy.deepcopy(env) is env
+    for held in (env, cg.envs.episode_statistics(env)):
+      with pytest.raises(pickle.PicklingError, match=r"'left' of 2> can't .*environments live in"):
+        pickle.dumps(held)
 
 
 def test_actions_of_parts_are_named() -> None:

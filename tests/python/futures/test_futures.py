@@ -48,6 +48,20 @@ def test_pairs_of_transformations_agree_with_jax(chains: Any) -> None:
   assert_chains_agree(chains, make=started)
 
 
+def test_messages_call_a_started_gate_a_gate() -> None:
+  gate = cg.gate(lambda x: np.float32(1), out=ZERO, effect="io", name="score")
+  start = lambda x: gate.start(jax.lax.stop_gradient(x)).result()
+  loop = lambda x: jax.lax.while_loop(
+    lambda c: c[1] < 2, lambda c: (c[0] * start(c[0]), c[1] + 1), (x, 0)
+  )[0]
+  said = r"a while_loop with gate 'score\.start', of effect .* move the call out of the loop"
+  with pytest.raises(cg.GateDefinitionError, match=said):
+    jax.linearize(loop, 1.0)
+  report = str(cg.explain(jax.jit(start), 1.0))
+  assert "gate 'score.start'" in report
+  assert "hold" not in report
+
+
 def test_io_gates_start_once_for_each_execution() -> None:
   seen = list[float]()
   gate = cg.gate(lambda x: seen.append(float(x)) or np.float32(x), out=ZERO, effect="io")

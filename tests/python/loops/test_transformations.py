@@ -165,5 +165,7 @@ def test_a_loop_whose_results_jax_would_keep_is_refused_by_name(around: Any) -> 
     return jax.lax.while_loop(lambda c: c[0] < 3, step, (0, x, jnp.float32(1)))[1]
 
   assert jax.jvp(around(loop), (2.0,), (1.0,))[1] == 4 * 2.0**3
-  with pytest.raises(cg.GateDefinitionError, match=r"a gate on a named thread.* was linearized"):
+  with pytest.raises(
+    cg.GateDefinitionError, match=r"gate '.*', a call on a named thread.* was linearized"
+  ):
     jax.linearize(around(loop), 2.0)

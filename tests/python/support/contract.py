@@ -411,7 +411,6 @@ def _outfeed_receiver() -> contextlib.AbstractContextManager[Any]:
 
 _CHANNELS = "this process was forked from one that had channels"
 _THREADS = "this process was forked from one that ran gates on threads of their own"
-_OWN = "it is internal to callgate"
 _FUNCTION = "other processes don't have its function"
 _OF_TAPS = {"export": _FUNCTION, "fork": _CHANNELS}
 _RECENT = "callgate keeps the last 64 functions of `cg.call` and `cg.use`"
@@ -481,10 +480,8 @@ ROWS: dict[str, Row] = {
       "pickle": "its iterator runs in this process",
     },
   ),
-  "linear_solver": Row(
-    _solver, refuses={"pickle": _OWN, "grad": "reverse mode solves with the transposed matrix"}
-  ),
-  "root": Row(_root, each=False, refuses={"pickle": _OWN}),
+  "linear_solver": Row(_solver, refuses={"grad": "reverse mode solves with the transposed matrix"}),
+  "root": Row(_root, each=False),
   "breakpoint": Row(_breakpoint, adds=0, each=False, refuses={"error": "runs no user function"}),
   "stoppable scan": Row(
     _stoppable,
@@ -504,7 +501,7 @@ ROWS: dict[str, Row] = {
   "envs": Row(
     _envs,
     refuses={
-      "pickle": _OWN,
+      "pickle": "its environments live in this process",
       "grad": "environments have no derivatives",
     },
     needs="gymnasium",
