@@ -179,7 +179,10 @@ CUT = """[...document.querySelectorAll("article .md-typeset__scrollwrap")]
 @pytest.mark.limit(120)
 @pytest.mark.skipif(browser.find() is None, reason="needs chromium: apt-get install chromium")
 def test_pages_fit_a_desktop_and_a_phone(tmp_path: Path) -> None:
-  """No page is wider than the window, no table on a desktop, and no code word breaks in a table."""
+  """No page is wider than the window, and no code word breaks in a table.
+
+  Tables show all columns on a desktop, and that of the performance on a phone, too.
+  """
   looked_at = ["", "gallery", "performance", "comparison", "messages", "messages_running",
                "environment", "install", "dependencies", "reference/gates"]  # fmt: skip
   wrong: list[tuple[str, int, Any]] = []
@@ -192,7 +195,7 @@ def test_pages_fit_a_desktop_and_a_phone(tmp_path: Path) -> None:
           await tab.wait_until("document.readyState === 'complete'")
           wide = await tab.evaluate("document.documentElement.scrollWidth > innerWidth")
           broken = await tab.evaluate(BROKEN)
-          cut = await tab.evaluate(CUT) if width == 1400 else 0
+          cut = await tab.evaluate(CUT) if width == 1400 or page == "performance" else 0
           if wide or broken or cut:
             wrong.append((page, width, (wide, broken, cut)))
 
