@@ -207,8 +207,8 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   assert sort(jnp.array([3.0, 1.0, 2.0])).tolist() == [1.0, 2.0, 3.0]
   ```
 
-  On a CUDA GPU the callable runs while XLA enqueues the program's work. It enqueues its own work on
-  the same stream, and doesn't wait for it: see the guide "Python on the GPU".
+  Declare the results' shapes and dtypes by `out=` or `like=`, and pass `effect=` if the callable
+  does more than compute its results.
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.

@@ -34,8 +34,9 @@ class GateOptions(CallOptions):
   Attributes:
     arrays: the kind of arrays that the callable gets: "numpy" views, "buffer" (`callgate.Buffer`),
       "jax" or "torch" arrays, all zero-copy on the CPU. PyTorch has no read-only tensors, so don't
-      write to inputs; `config(check_writes=True)` detects such writes. Guide: "Python on
-      the GPU".
+      write to inputs; `config(check_writes=True)` detects such writes. On a CUDA GPU the callable
+      runs while XLA enqueues the program's work. It enqueues its own work on the same stream, and
+      doesn't wait for it: see the guide "Python on the GPU".
     run_on: where the callable runs. "xla": on XLA's calling thread, the fastest choice. "own": on a
       thread of callgate, so that the callable may itself run JAX programs. A `callgate.thread`: on
       that thread, one call at a time. "processes": in a shared pool with one worker process for
