@@ -175,7 +175,8 @@ class Pool : Immovable {
 
   const PoolOptions options_;
   const OfProcess process_;
-  const WorkerFailure closed_{WorkerFailure::Kind::kClosed, "the workers are closed"};
+  const WorkerFailure closed_{WorkerFailure::Kind::kClosed,
+                              "the workers are closed; call them before close(), or make others"};
   SharedMemory events_;
   Descriptor woken_, waker_;  // a pipe to the pool's thread
 

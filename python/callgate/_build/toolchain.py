@@ -182,7 +182,9 @@ def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
       command, capture_output=True, errors="replace", check=False, stdin=subprocess.DEVNULL
     )
   except OSError as error:
-    raise CompileError(f"{what}: the C++ compiler {command[0]} can't be run: {error}") from None
+    raise CompileError(
+      f"{what}: the C++ compiler {command[0]} can't be run: {error}; set CXX to another"
+    ) from None
 
 
 def _compile(

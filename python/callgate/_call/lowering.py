@@ -85,7 +85,8 @@ def emit(
     if open_results and order is not None:
       raise GateDefinitionError(
         f"gate '{name}': effect='ordered' with results of symbolic shapes works in exported "
-        "programs for one device; this program is partitioned over several devices"
+        "programs for one device; this program is partitioned over several devices. Export it "
+        "with fixed shapes, or use effect='io'"
       )
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # The runtime identifies the call by this key (src/xla/kernel.cc). It sorts first.

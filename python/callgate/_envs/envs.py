@@ -243,6 +243,9 @@ class Envs(Closing, Stays):
   def _open(self) -> Programs:
     raise_deferred()
     if self._closed:
-      raise GateError(f"{self._programs.plan.label}: the environments are closed")
+      raise GateError(
+        f"{self._programs.plan.label}: the environments are closed; step them before close(), or "
+        "make others"
+      )
     self._called = True
     return self._programs

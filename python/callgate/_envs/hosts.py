@@ -257,7 +257,9 @@ class Host(Generic[U]):
 
   def _check_open(self) -> None:
     if self._closed:
-      raise GateError(f"{self._plan.label}: the environments are closed")
+      raise GateError(
+        f"{self._plan.label}: the environments are closed; step them before close(), or make others"
+      )
 
   def _place(self, number: int, *, mapped: bool = True) -> str:
     count = self._plan.count

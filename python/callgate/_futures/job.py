@@ -162,7 +162,7 @@ class Job:
   def _refuse(self, place: str) -> NoReturn:
     raise GateError(
       f"{self.label}: a ticket can be waited for once, got a second wait at {place}; it was "
-      f"started at {self.place} and waited for at {self._taken}"
+      f"started at {self.place} and waited for at {self._taken}. Keep the first wait's result"
     )
 
   def forget(self) -> None:

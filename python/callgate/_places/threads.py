@@ -64,7 +64,7 @@ class ThreadPlace(Uncopied, Place):
     return self.thread.submit(job)
 
   def refuse(self) -> NoReturn:
-    raise GateError(f"{self!r}: the thread is closed")
+    raise GateError(f"{self!r}: the thread is closed; call it before close(), or make another")
 
   def run(self, function: Callable[[], T]) -> T:
     """Calls a function on the thread and waits for it; returns or raises its outcome."""

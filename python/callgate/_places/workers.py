@@ -72,7 +72,9 @@ class WorkerPlace(Uncopied, Place):
   def pool(self) -> Any:
     with self._lock:
       if self._closed:
-        raise WorkerError(f"{self!r}: the workers are closed")
+        raise WorkerError(
+          f"{self!r}: the workers are closed; call them before close(), or make others"
+        )
       if self.running is None:
         self.running = _callgate.WorkerPool(*self._command(), self._start_text(), self.count)
       return self.running

@@ -83,7 +83,9 @@ def _stalled(what: str, call: str, timed_out: bool) -> str:
 
 
 def _closed_thread(name: str) -> None:
-  raise GateError(f"<callgate.thread({name!r})>: the thread is closed")
+  raise GateError(
+    f"<callgate.thread({name!r})>: the thread is closed; call it before close(), or make another"
+  )
 
 
 _worker = threading.local()

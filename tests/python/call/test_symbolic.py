@@ -369,7 +369,7 @@ def test_programs_over_several_devices_serve_every_size(name: str, split: Any) -
 
 
 def test_an_ordered_gate_over_several_devices_is_refused(split: Any) -> None:
-  with pytest.raises(cg.GateDefinitionError, match=r"ordered.* for one device"):
+  with pytest.raises(cg.GateDefinitionError, match=r"ordered.* for one device.*or use effect='io'"):
     exported(jax.jit(_here["ordered"], in_shardings=split), MULTIPLE)
 
 

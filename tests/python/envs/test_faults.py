@@ -299,9 +299,9 @@ def test_close_closes_each_environment_and_later_calls_fail(
     env.reset([10, 11, 12])
     compiled()
   assert sorted(os.listdir(tmp_path)) == ["closed-10", "closed-11", "closed-12"]
-  with pytest.raises(cg.GateError, match="are closed"):
+  with pytest.raises(cg.GateError, match="are closed; step them before"):
     env.step(zeros(3))
-  with pytest.raises(cg.GateError, match="are closed"), cg.errors():
+  with pytest.raises(cg.GateError, match="are closed; step them before"), cg.errors():
     jax.block_until_ready(compiled())
   env.close()
   with cg.envs(environments.simple, n=1, run_on=run_on(where, two)) as other:  # others go on

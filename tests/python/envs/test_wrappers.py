@@ -249,7 +249,7 @@ def test_a_vector_and_workers_are_wrapped_alike(two: cg.Workers) -> None:
       seen, (_, got) = jax.jit(roll_out(wrapped))(3, ACTIONS)
       assert_close((seen, got), (first, tuple(steps)))
       assert wrapped.name == env.name
-    with pytest.raises(cg.GateError, match="are closed"):
+    with pytest.raises(cg.GateError, match="are closed; step them before"):
       env.reset(0)
 
 

@@ -379,6 +379,7 @@ def test_a_second_wait_is_an_error_that_names_both_places() -> None:
   with pytest.raises(cg.GateError, match=once) as caught, cg.errors():
     jax.block_until_ready(program(1.0))
   text = str(caught.value)
+  assert text.endswith(". Keep the first wait's result")
   line = program.__wrapped__.__code__.co_firstlineno
   assert all(f"test_futures.py:{line + n}" in text for n in (2, 3, 4))
 

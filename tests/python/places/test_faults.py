@@ -336,7 +336,7 @@ def test_close_ends_all_processes_and_further_calls() -> None:
   workers.close()
   error = error_of(where, 1.0)
   assert isinstance(error, cg.WorkerError)
-  assert "closed" in str(error)
+  assert "closed; call them before close()" in str(error)
 
 
 def test_close_ends_what_runs() -> None:

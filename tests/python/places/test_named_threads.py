@@ -79,11 +79,17 @@ def test_a_closed_thread_is_a_clear_error(engine: str) -> None:
     gate = on(thread, set())
     program = jax.jit(lambda x: gate(x))
     assert program(1.0) == 2
-  with pytest.raises(cg.GateError, match=r"thread.'closed'.*is closed"), cg.errors():
+  with (
+    pytest.raises(cg.GateError, match=r"thread.'closed'.*is closed; call it before"),
+    cg.errors(),
+  ):
     jax.block_until_ready(program(2.0))
-  with pytest.raises(cg.GateError, match=r"thread.'closed'.*is closed"), cg.errors():
+  with (
+    pytest.raises(cg.GateError, match=r"thread.'closed'.*is closed; call it before"),
+    cg.errors(),
+  ):
     jax.block_until_ready(gate.start(2.0).result())
-  with pytest.raises(cg.GateError, match="is closed"):
+  with pytest.raises(cg.GateError, match="is closed; call it before"):
     thread.start()
 
 

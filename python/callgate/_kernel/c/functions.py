@@ -155,6 +155,9 @@ def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
   if given is not None:
     return given._replace(name=given.name or name)
   if kind.ellipsis:
-    raise GateDefinitionError(f"cfunc: '{kind.cname}': variadic functions ('...') can't be called")
+    raise GateDefinitionError(
+      f"cfunc: '{kind.cname}': variadic functions ('...') can't be called; call it in a C function "
+      "with fixed arguments"
+    )
   types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)
   return Declaration(name, _spelled(kind.result.cname), types)

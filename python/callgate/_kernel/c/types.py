@@ -111,7 +111,10 @@ def parse(text: str) -> Declaration:
   result = _parameter(text[:opening].strip())
   inside = split_arguments(text[opening + 1 : -1])
   if "..." in inside:
-    raise GateDefinitionError(f"{text!r}: variadic functions ('...') can't be called")
+    raise GateDefinitionError(
+      f"{text!r}: variadic functions ('...') can't be called; call it in a C function with fixed "
+      "arguments"
+    )
   parameters = () if inside == ["void"] else tuple(map(_parameter, inside))
   return Declaration(result.name, result.type, parameters)
 

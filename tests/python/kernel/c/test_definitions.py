@@ -49,7 +49,10 @@ def test_declarations_are_read_as_c_reads_them(text: str, kinds: list[str]) -> N
   ("text", "expected"),
   [
     ("double norm", "expected a C declaration such as"),
-    ("int printf(const char *format, ...)", r"variadic functions \('...'\) can't be called"),
+    (
+      "int printf(const char *format, ...)",
+      r"variadic functions \('...'\) can't be called; call it in a C function",
+    ),
     ("long double f(double)", "'long double': arrays can't have elements of that type"),
     ("void f(struct point p)", "'struct point': arrays can't have elements of that type"),
     ("void f(int, )(", "expected a C declaration"),
@@ -80,7 +83,10 @@ def test_an_object_that_is_no_function_is_refused() -> None:
 def test_cffis_variadic_functions_are_refused() -> None:
   ffi = pytest.importorskip("cffi").FFI()
   ffi.cdef("int printf(const char *, ...);")
-  with pytest.raises(cg.GateDefinitionError, match=r"variadic functions \('...'\) can't be called"):
+  with pytest.raises(
+    cg.GateDefinitionError,
+    match=r"variadic functions \('...'\) can't be called; call it in a C function",
+  ):
     cg.cfunc(ffi.dlopen(None).printf, args="'x' -> ignored")
   with pytest.raises(cg.GateDefinitionError, match=r"expected a function, got cffi's 'int \*'"):
     cg.cfunc(ffi.new("int *"), args="")
