@@ -29,7 +29,15 @@ from callgate._feed import resuming
 from callgate._feed.gate import FeedGate
 from callgate._jax import loops, tracing
 from callgate._loops import automatic, chunks, resumed
-from callgate._loops.progress import Mark, Progress, deeper, marked, options_of, wrapped
+from callgate._loops.progress import (
+  Mark,
+  Progress,
+  deeper,
+  marked,
+  options_of,
+  undecorated,
+  wrapped,
+)
 from callgate._loops.steps import (
   Ends,
   LoopState,
@@ -105,6 +113,8 @@ def scan(
   if bar is None and save is None and until is None and not may_stop:
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   _check_callable("scan: f: expected the loop's body", f)
+  if (may_stop or until is not None) and progress is None and (own := undecorated(f)) is not None:
+    f, bar = own  # its steps are in a branch, where a bar has no loop
   if until is not None:
     _check_callable("scan: until: expected a function of the carry", until)
   if (may_stop or until is not None) and (make := _sharing(f, init, xs, length)) is not None:

@@ -319,7 +319,7 @@ def progress(
     def body(*arguments: Any) -> Any:
       return wrapped(marked, function, Mark.of(options))(*arguments)
 
-    setattr(body, _HAS_BAR, True)
+    setattr(body, _HAS_BAR, (function, options))
     return body
 
   return decorate(description) if callable(description) else decorate
@@ -329,7 +329,18 @@ def has_bar(body: Any) -> bool:
   """True if a loop's body is decorated, and so has a bar of its own."""
   while isinstance(body, functools.partial):
     body = body.func
-  return getattr(body, _HAS_BAR, False)
+  return hasattr(body, _HAS_BAR)
+
+
+def undecorated(body: Any) -> tuple[Any, Progress] | None:
+  """Returns the function behind a decorated body, and its bar's options; None for other bodies."""
+  if isinstance(body, functools.partial):
+    if (inner := undecorated(body.func)) is None:
+      return None
+    return functools.partial(inner[0], *body.args, **body.keywords), inner[1]
+  own = getattr(body, _HAS_BAR, None)
+  # A user's wrapper of the body has the attribute, too (`functools.wraps`).
+  return own if own is not None and own[0] is getattr(body, "__wrapped__", None) else None
 
 
 _part.on("tap value", note)

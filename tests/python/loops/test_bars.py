@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import time
 from collections.abc import Callable
@@ -43,6 +44,26 @@ def test_the_decorator_gives_any_loop_of_jax_a_bar() -> None:
     assert int(jax.jit(lambda: jax.lax.fori_loop(0, 10, index_step, 0))()) == 45
     assert int(jax.jit(lambda n: jax.lax.while_loop(lambda c: c < n, value_step, 0))(12)) == 12
   assert counts(bars) == [("scanned", 100, 100), (None, 10, 10), ("limited", 12, 99)]
+
+
+@pytest.mark.parametrize("options", [{"until": lambda c: c > 20}, {"stoppable": True}])
+def test_a_loop_that_may_end_early_has_its_decorated_bodys_bar(options: Any) -> None:
+  @cg.progress("decorated", every=7)
+  def step(carry: Any, x: Any, scale: float = 1.0) -> Any:
+    return carry + scale * x, None
+
+  @functools.wraps(step)
+  def twice(carry: Any, x: Any) -> Any:
+    return step(carry, 2 * x)
+
+  with recorded() as bars:
+    for body in (step, functools.partial(step, scale=1.0)):
+      last, _, steps = jax.jit(lambda f=body: cg.scan(f, 0.0, XS, **options))()
+      assert (float(last), int(steps)) == ((21.0, 7) if "until" in options else (4950.0, 100))
+    assert cg.scan(step, 0.0, XS, **options, progress="given")[2] == steps
+    assert cg.scan(twice, 0.0, XS[:3], **options)[0] == 6
+  total = int(steps)
+  assert counts(bars) == [("decorated", total, 100)] * 2 + [("given", total, 100)]
 
 
 def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
