@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from free_threaded import frees_functions
 from interpreters import output_of
 from property_checks import is_soak
 from waiting import until
@@ -242,6 +243,7 @@ def test_a_module_that_is_loaded_again_redefines_its_gates(
   del sys.modules["reloaded"]
 
 
+@frees_functions
 def test_redefining_and_compiling_a_gate_does_not_pile_up(young_heap: None) -> None:
   notebook = Notebook()
   cell = """

@@ -112,19 +112,19 @@ def test_a_run_that_is_stopped_leaves_what_it_reached(tmp_path: Path) -> None:
     cg.tap(carry["n"], lambda n: cg.stop("now") if n == 5 else None)
     return step(carry, x)
 
-  xs = jnp.ones(20_000)
-  saves = cg.Checkpoints(tmp_path, every=10_000)
+  xs = jnp.ones(100_000)
+  saves = cg.Checkpoints(tmp_path, every=50_000)
   program = lambda saves: jax.jit(
     lambda carry: cg.scan(watched, carry, xs, save=saves, stoppable=True)
   )
   carry, ys, steps = program(saves)(init())
   cg.barrier()
   reached = int(steps)
-  assert 5 < reached < 20_000
+  assert 5 < reached < 100_000
   assert saves.steps()[-1] == reached == carry["n"]
   cg.stop("again")
-  carry, ys, steps = program(cg.Checkpoints(tmp_path, every=10_000, resume=True))(init())
-  assert int(steps) == carry["n"] == 20_000
+  carry, ys, steps = program(cg.Checkpoints(tmp_path, every=50_000, resume=True))(init())
+  assert int(steps) == carry["n"] == 100_000
   assert not ys[:reached].any()
   assert ys[reached:].all()
 

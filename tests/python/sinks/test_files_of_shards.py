@@ -9,17 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet
 import pytest
-import zarr
 from jax.sharding import NamedSharding
 
 import callgate as cg
 from callgate import sinks
+
+# They have no wheels for some Pythons.
+h5py = pytest.importorskip("h5py")
+parquet = pytest.importorskip("pyarrow.parquet")
+zarr = pytest.importorskip("zarr")
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 Y = np.arange(8, dtype=np.int32)
@@ -30,7 +32,7 @@ def of_json(path: Path) -> list[Any]:
 
 
 def of_parquet(path: Path) -> list[Any]:
-  return pyarrow.parquet.read_table(path).to_pylist()
+  return parquet.read_table(path).to_pylist()
 
 
 def of_group(arrays: dict[str, Any]) -> list[Any]:

@@ -15,9 +15,14 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tornado.websocket import WebSocketClientConnection, websocket_connect
+import pytest
+
+if TYPE_CHECKING:
+  from tornado.websocket import WebSocketClientConnection
+
+_websocket = pytest.importorskip("tornado.websocket", reason="tornado is not installed")
 
 
 def find() -> str | None:
@@ -102,7 +107,7 @@ async def open_tab(
     width: of the page, in pixels.
     height: likewise.
   """
-  connection = await websocket_connect(devtools, max_message_size=1 << 28)
+  connection = await _websocket.websocket_connect(devtools, max_message_size=1 << 28)
   try:
     target = await _call(connection, 1, "Target.createTarget", {"url": "about:blank"})
     attached = await _call(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -75,6 +76,8 @@ TEXTS: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_comes_as_one(name):
+  if name == "bfloat16" and "__format__" not in vars(ml_dtypes.bfloat16):
+    pytest.skip("ml_dtypes before 0.6 can't format numbers of its types")
   program, want = TEXTS[name]
   assert tapped(program) == want
 
