@@ -118,7 +118,9 @@ def scan(
   if until is not None:
     _check_callable("scan: until: expected a function of the carry", until)
   if (may_stop or until is not None) and (make := _sharing(f, init, xs, length)) is not None:
-    if tracing.in_no_trace():  # a program, whose objects are its own
+    # A loop outside of programs becomes one, whose objects are its own: JAX's caches keep values
+    # that such a loop closes over.
+    if not tracing.is_staged():
       options: dict[str, Any] = {
         "length": length, "reverse": reverse, "unroll": unroll, "progress": bar or False,
         "stoppable": stoppable, "save": save, "until": until, "checkpoint": checkpoint,

@@ -249,6 +249,29 @@ def test_calls_outside_of_programs_factorise_once_each() -> None:
     np.testing.assert_allclose(cg.scan(body, (U, 0), length=7, until=ends)[0][0], want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"until": lambda u: u[0] < 0.5}, {"stoppable": True}])
+def test_derivatives_and_lanes_outside_of_programs_keep_no_factor(options: Any) -> None:
+  solve = solver()
+
+  def loop(solve: Any, a: Any, u: Any) -> Any:
+    return cg.scan(lambda u, _: (solve(a, u), None), u, length=4, **options)[0]
+
+  eager: list[Callable[[Any], Any]] = [
+    lambda solve: jax.vmap(lambda u: loop(solve, A, u))(LANES),
+    lambda solve: jax.vmap(lambda a: loop(solve, a, U))(MATRICES),
+    lambda solve: jax.grad(lambda a: loop(solve, a, U).sum())(A),
+    lambda solve: jax.jvp(lambda u: loop(solve, A, u), (U,), (U,))[1],
+    lambda solve: jax.vmap(jax.grad(lambda u: loop(solve, A, u).sum()))(LANES),
+  ]
+  for count, each in zip((1, 2, 1, 1, 1), eager, strict=True):
+    Factor.made = 0
+    got = jax.block_until_ready(each(solve))
+    np.testing.assert_allclose(got, each(jnp.linalg.solve), rtol=1e-4, atol=1e-5)
+    assert Factor.made == count
+    cg.held()
+    assert Factor.live == 0
+
+
 def test_a_factor_lives_for_the_backward_loop() -> None:
   """JAX hoists nothing out of a loop with an effect: its factor's handle is a residual."""
   solve = solver()
