@@ -43,6 +43,7 @@ SUBJECTS = (
   "steer",
   "memory",
   "threads",
+  "tools",
 )
 CUDA_SUBJECTS = (
   "cuda_identity",

@@ -21,6 +21,7 @@ import callgate as cg
 from benchmarks import harness
 
 OWN = "callgate use, on the object's own thread"
+MADE = "callgate hold and use, on the object's own thread"
 XLA = "callgate use, on XLA's thread"
 GATE_THREAD = "callgate gate, run_on=thread"
 GATE = "callgate gate"
@@ -29,6 +30,7 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 TARGETS = (
   harness.Target("a use on its own thread, microseconds", OWN, at_most=15.0),
+  harness.Target("an object made and used on its thread, microseconds", MADE, at_most=10.0),
   harness.Target("io_callback over a use on its own thread", JAX, OWN, at_least=2.0),
 )
 
@@ -58,6 +60,12 @@ def _use(place: Any, _: list[float], x: jax.Array) -> Body:
   return lambda carry: cg.use(_count, log, carry, out=SCALAR, effect="io", run_on=place)
 
 
+def _made(place: Any, _: list[float], __: jax.Array) -> Body:
+  """Each call makes an object, and uses it once."""
+  hold = cg.hold(lambda _: [0.0], run_on=place)
+  return lambda carry: cg.use(_count, hold(carry), carry, out=SCALAR, effect="io", run_on=place)
+
+
 def _gate(place: Any, log: list[float], _: jax.Array) -> Body:
   return cg.gate(functools.partial(_count, log), out=SCALAR, effect="io", run_on=place)
 
@@ -68,6 +76,7 @@ def _io_callback(log: list[float], _: jax.Array) -> Body:
 
 CONTESTANTS: tuple[tuple[str, Callable[[list[float], jax.Array], Body]], ...] = (
   (OWN, functools.partial(_use, cg.thread("objects"))),
+  (MADE, functools.partial(_made, cg.thread("made objects"))),
   (XLA, functools.partial(_use, "xla")),
   (GATE_THREAD, functools.partial(_gate, cg.thread("objects"))),
   (GATE, functools.partial(_gate, "xla")),

@@ -45,6 +45,10 @@ SAMPLED = (
   ("install", "jax io_callback after install()"),
   ("steer", "callgate knob, read"),
   ("steer", "callgate stop_requested"),
+  ("objects", "callgate hold and use, on the object's own thread"),
+  ("tools", "callgate scan(stoppable=True), step of 1 us"),
+  ("tools", "callgate gate on 1 KiB, recorded"),
+  ("tools", "the same with callgate find_nan"),
 )
 TRACED = (
   ("first", "100 calls, new program: callgate gate"),

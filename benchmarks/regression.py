@@ -29,6 +29,8 @@ ANCHORS = {
   "workers": "numpy copy: 1 MiB, twice",
   "envs": "SyncVectorEnv from Python: CartPole",
   "objects": "jax io_callback",
+  "tools": "lax.scan, step of 1 us",
+  "threads": "jax pure_callback, one thread",
   "solver": "custom_linear_solve over pure_callback, solve, n = 10,000",
 }
 OWN = ("callgate", "install()", "the same with", "consumer", "sink")

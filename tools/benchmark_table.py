@@ -7,8 +7,8 @@
 
 A page marks a table's place with `<!-- benchmark: NAME -->` and `<!-- end of benchmark -->`, where
 NAME is "summary", "costs", "ledger", "profiles", "environment", the same of a GPU ("gpu-summary",
-"gpu-environment"), of the newest JAX ("newest-ledger", "newest-environment") or a subject of the
-benchmarks.
+"gpu-environment"), of the newest JAX ("newest-ledger", "newest-environment"), of Python without the
+GIL ("free-threaded", "free-threaded-environment") or a subject of the benchmarks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NEWEST = RESULTS / "newest"  # the ledger's subjects again, on the newest JAX
+FREE = RESULTS / "free_threaded"  # some subjects again, on a Python without the GIL
 PAGES = [
   ROOT / "README.md",
-  *(ROOT / "docs" / f"{name}.md" for name in ("performance", "costs", "gpu", "ledger")),
+  *(
+    ROOT / "docs" / f"{name}.md"
+    for name in ("performance", "costs", "gpu", "ledger", "ledger_profiles", "free_threading")
+  ),
   *sorted((ROOT / "docs").glob("benchmarks*.md")),
 ]
 MARKED = re.compile(r"(<!-- benchmark: ([\w-]+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL)
@@ -129,6 +133,33 @@ LEDGER = (
   ("a look for a stop", "us", "", "steer", "a look for a stop, microseconds", HANDLER),
   ("`import callgate`", "ms", "21", "import", "import callgate beyond import jax, milliseconds",
    None),
+  ("`cg.scan(stoppable=True)` over `lax.scan`, step of 1 µs", "x", "", "tools",
+   "scan(stoppable=True), step of 1 us", None),
+  ("a checkpoint every 1,000 steps of 1 ms, over none", "x", "", "tools",
+   "a checkpoint every 1,000 steps of 1 ms", None),
+  ("an object made and used on its thread", "us", "", "objects",
+   "an object made and used on its thread, microseconds", None),
+  ("a recorded call on 1 KiB", "us", "", "tools", "a recorded call on 1 KiB, microseconds", None),
+  ("`find_nan` over a program of 1 ms", "x", "", "tools", "find_nan over a program of 1 ms", None),
+  ("the live page, 1,000 records a second", "% of a core", "", "tools",
+   "the live page, percent of a core", None),
+)  # fmt: skip
+
+# With and without the GIL: the subject, and the claim of a target or a row's name.
+THREADS = (
+  ("two gates on two threads, speedup", "threads", "two gates on two threads"),
+  ("64 lanes with `parallel=True`, speedup", "threads", "64 lanes at once"),
+  ("gates on two devices, speedup", "threads", "two devices at once"),
+  ("a consumer beside the program's gate, speedup", "threads",
+   "a consumer beside the program's gate"),
+  ("`jax.pure_callback` on two threads, speedup", "threads",
+   "the peer: pure_callback on two threads"),
+  ("a gate's call on 8 devices over one device's, time", "sharding",
+   "a gate's call, 8 devices over 1"),
+  ("one call, in-place gate, time", "scalar", "callgate in-place gate"),
+  ("one call, gate that returns an array, time", "scalar", "callgate return gate, negation"),
+  ("one call, Warp's `jax_callable`, time", "scalar", "warp jax_callable"),
+  ("one call, `jax.pure_callback`, time", "scalar", "jax pure_callback"),
 )  # fmt: skip
 
 
@@ -199,6 +230,24 @@ def ledger(folder: Path = RESULTS) -> str:
         cells = [better, once, quantity(limit, unit), quantity(value, unit), by_anchor, verdict]
         lines.append(f"| {what} | {' | '.join(cells)} |")
   return "\n".join(lines) + "\n"
+
+
+def free_threaded() -> str:
+  """A row for each of THREADS: with the GIL and without."""
+  lines = ["| speedup: higher is better; time: lower is better | with the GIL | without |"]
+  lines.append("|---|---:|---:|")
+  for what, name, of in THREADS:
+    cells = [_value(subject(name, folder), of) for folder in (RESULTS, FREE)]
+    lines.append(f"| {what} | {' | '.join(cells)} |")
+  return "\n".join(lines) + "\n"
+
+
+def _value(report: dict[str, Any] | None, of: str) -> str:
+  """The value of a target's claim, as a ratio, or else a row's least time."""
+  if report is None:
+    return "not measured"
+  claimed = next((one["value"] for one in report["targets"] if one["claim"] == of), None)
+  return quantity(claimed, "x") if claimed else quantity(minimum(report, of), report["unit"])
 
 
 def profiles() -> str:
@@ -311,6 +360,8 @@ def table(name: str) -> str:
     "environment": environment,
     "newest-ledger": lambda: ledger(NEWEST),
     "newest-environment": lambda: environment(NEWEST),
+    "free-threaded": free_threaded,
+    "free-threaded-environment": lambda: environment(FREE),
     "profiles": profiles,
     "sharding": sharding,
     "gpu-summary": gpu_summary,
