@@ -47,10 +47,14 @@ def run(source: str, number: int, keeps: bool) -> dict[str, Any]:
       namespace["settled"]()
   sys.setswitchinterval(0.005)  # a way changes it
   linecache.cache.pop(name, None)
-  if keeps and "calls" in answer:
+  if keeps and "calls" in answer and not _NEVER_FREES:
     answer["kept"] = _kept(namespace)
   answer["threads"] = threading.active_count() - threads
   return answer
+
+
+# Python 3.13t keeps functions once a second thread has started.
+_NEVER_FREES = sys.version_info < (3, 14) and not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def _kept(namespace: dict[str, Any]) -> list[str]:
