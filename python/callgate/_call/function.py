@@ -233,7 +233,7 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
     report.raise_for_failed()
     ```
 
-    `verify` calls the function some hundred times, with these values and with similar ones. The
+    `verify` calls the function a few hundred times, with these values and with similar ones. The
     effects of an io gate happen as often. The questions, in the order of the report, pass if:
 
     - "shapes": the results have the shapes of `out` or `like`, also for other sizes if these allow
