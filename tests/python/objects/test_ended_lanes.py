@@ -169,8 +169,9 @@ def test_lanes_that_have_ended_need_no_object(name: str) -> None:
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_lanes_that_have_ended_are_not_solved_backwards(jit: Any) -> None:
+  # Lanes of one matrix may be solved along, as in JAX: it decides by its version.
   transposed.clear()
-  lanes, a, k = SHARED
+  lanes, a, k = OWN
   jax.block_until_ready(jit(lanes(jax.grad(in_a_loop(solver()))))(a, k))
   assert len(transposed) == int(ENDS.sum())
 

@@ -136,7 +136,8 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Any, int]] = {
 
 FORWARD = ["call", "jvp", "lanes", "lanes of matrices"]
 CASES = [
-  *((name, loop) for loop in (until, stoppable, in_one_of_its_kind) for name in TABLE),
+  *((name, until) for name in TABLE),
+  *((name, loop) for loop in (stoppable, in_one_of_its_kind) for name in ("call", "lanes of grad")),
   *((name, loop) for loop in ENDING for name in ("call", "grad", "lanes of matrices")),
   *((name, loop) for loop in WHILE for name in FORWARD),
 ]
