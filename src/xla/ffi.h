@@ -194,7 +194,7 @@ class StateOf {
     }
     return guarded_handler(frame, [&]() -> XLA_FFI_Error* {
       if constexpr (kThreadSanitizer) {
-        const UseOfState use(&get(*frame));
+        const UseOfState use;
         S::execute(frame);
       } else {
         S::execute(frame);
@@ -208,6 +208,7 @@ class StateOf {
     XLA_FFI_State_Get_Args args{XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame.ctx,
                                 XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  nullptr};
     check(frame.api, frame.api->XLA_FFI_State_Get(&args), "no state for the call site: ");
+    if constexpr (kThreadSanitizer) UseOfState::begin(args.state);
     return *static_cast<S*>(args.state);
   }
 

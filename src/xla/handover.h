@@ -22,14 +22,24 @@ inline void hand_over(void*) noexcept {}
 inline void take_over(void*) noexcept {}
 #endif
 
-// This thread's use of a state.
+// A handler's use of the state that it gets from XLA, if it gets one. Handlers run within each
+// other if a call runs another program.
 class UseOfState : Immovable {
  public:
-  explicit UseOfState(void* state) noexcept : state_(state) { take_over(state_); }
-  ~UseOfState() { hand_over(state_); }
+  UseOfState() noexcept { t_state_ = nullptr; }
+  ~UseOfState() {
+    if (t_state_ != nullptr) hand_over(t_state_);
+    t_state_ = outer_;
+  }
+
+  static void begin(void* state) noexcept {
+    take_over(state);
+    t_state_ = state;
+  }
 
  private:
-  void* const state_;
+  static inline thread_local void* t_state_ = nullptr;
+  void* const outer_ = t_state_;
 };
 
 }  // namespace callgate::xla_ffi
