@@ -74,34 +74,27 @@ def run(options: harness.Options) -> harness.Report:
   )
 
 
-def _work(x: Any, times: int) -> Any:
-  """Arithmetic that XLA neither splits over threads nor removes."""
-  return jax.lax.fori_loop(0, times, lambda _, x: jnp.sin(x) + 0.5, x)
-
-
 def _short(steps: int, options: dict[str, Any]) -> harness.Work:
   """A loop of steps of about 1 us each: sines of f32[560]."""
-
-  def step(x: Any, _: Any) -> tuple[Any, None]:
-    return jnp.sin(x) + 0.5, None
-
-  loop: Any = functools.partial(cg.scan, **options) if options else jax.lax.scan
-  program = jax.jit(lambda x: loop(step, x, None, length=steps)[0])
-  x = jnp.linspace(0.0, 1.0, 560)
-  harness.check(bool(np.isfinite(program(x)).all()), "the loop's result is not finite")
-  return harness.Work(lambda: jax.block_until_ready(program(x)), steps)
+  return _loop(steps, options, lambda x: jnp.sin(x) + 0.5, 560)
 
 
 def _long(steps: int, folder: str | None) -> harness.Work:
   """A loop of steps of about 1 ms each; with a folder, the last step is saved."""
+  options = {} if folder is None else {"save": cg.Checkpoints(folder, every=steps, keep=1)}
+  # Arithmetic that XLA neither splits over threads nor removes.
+  work = lambda x: jax.lax.fori_loop(0, 4150, lambda _, x: jnp.sin(x) + 0.5, x)
+  return _loop(steps, options, work, 128)
 
-  def step(x: Any, _: Any) -> tuple[Any, None]:
-    return _work(x, 4150), None
 
-  saves = None if folder is None else cg.Checkpoints(folder, every=steps, keep=1)
-  loop: Any = jax.lax.scan if saves is None else functools.partial(cg.scan, save=saves)
-  program = jax.jit(lambda x: loop(step, x, None, length=steps)[0])
-  x = jnp.linspace(0.0, 1.0, 128)
+def _loop(
+  steps: int, options: dict[str, Any], work: Callable[[Any], Any], size: int
+) -> harness.Work:
+  """A loop by `lax.scan`, or with options by `callgate.scan`."""
+  loop: Any = functools.partial(cg.scan, **options) if options else jax.lax.scan
+  program = jax.jit(lambda x: loop(lambda x, _: (work(x), None), x, None, length=steps)[0])
+  x = jnp.linspace(0.0, 1.0, size)
+  harness.check(bool(np.isfinite(program(x)).all()), "the loop's result is not finite")
   return harness.Work(lambda: jax.block_until_ready(program(x)), steps)
 
 

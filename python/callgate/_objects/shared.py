@@ -53,8 +53,11 @@ def _shares(eqn: Any) -> bool:
   return call is not None and call.gate.traits.shares_object
 
 
-def _call_of(eqn: Any) -> BoundCall | None:
-  """Returns the call that an equation consists of, also one with the rule of its derivatives."""
+def _call_of(eqn: Any) -> Any:
+  """Returns the `BoundCall` that an equation consists of, with or without its rule of derivatives.
+
+  None for another equation.
+  """
   if eqn.primitive.name == "custom_jvp_call":
     inner = eqn.params["call_jaxpr"].jaxpr
     only = inner.eqns[0] if len(inner.eqns) == 1 else None
@@ -63,11 +66,6 @@ def _call_of(eqn: Any) -> BoundCall | None:
     eqn = only
   call = eqn.params.get("call")
   return call if isinstance(call, BoundCall) else None
-
-
-def _bound(eqn: Any) -> Any:
-  """Returns the call of an equation that consists of one."""
-  return _call_of(eqn)
 
 
 def _run_always(eqn: Any) -> list[Any]:
@@ -191,14 +189,14 @@ def _is_in_results(eqn: Any, body: Any, consts: int, carry: int) -> bool:
 
 def _leaves(eqn: Any, of: Sequence[Any]) -> tuple[list[Any], Any]:
   """Returns the items of `of` for the call's first argument, which makes its object; their tree."""
-  tree = _bound(eqn).site.in_tree
+  tree = _call_of(eqn).site.in_tree
   (first, *_), _ = jax.tree.unflatten(tree, of[: tree.num_leaves])  # the number of the lane follows
   return jax.tree.flatten(first)
 
 
 def _can_share(eqn: Any) -> bool:
   """True for calls that `made` can repeat: with lanes, calls that only make an object."""
-  call = _bound(eqn)
+  call = _call_of(eqn)
   if call.site.by_jax or call.numbered or call.whole is not None:
     return False
   sizes = [size for size, _ in call.levels]
@@ -232,7 +230,7 @@ def make_shared(
 
 def _making(eqn: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
   """Returns a function that makes the call's objects, one for each lane, and its arguments."""
-  call = _bound(eqn)
+  call = _call_of(eqn)
   values, tree = _leaves(eqn, inputs)
   make = call.gate if call.gate.traits.handles else call.gate.make
 
@@ -297,7 +295,7 @@ def run_body(plan: Plan, found: Made, body: Any, inputs: Sequence[Any]) -> list[
 
 def _with_object(eqn: Any, inputs: Sequence[Any], handle: Any) -> Sequence[Any]:
   """Returns the call's results with the shared object."""
-  call = _bound(eqn)
+  call = _call_of(eqn)
   if call.gate.traits.handles:
     return jax.tree.leaves(handle)
   args, kwargs = jax.tree.unflatten(call.site.in_tree, inputs)
