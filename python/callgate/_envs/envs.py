@@ -13,7 +13,7 @@ import jax
 
 from callgate._core import exact, factories, registry
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError, GateError
+from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.pickling import Stays
 from callgate._core.public import Closing
@@ -243,9 +243,6 @@ class Envs(Closing, Stays):
   def _open(self) -> Programs:
     raise_deferred()
     if self._closed:
-      raise GateError(
-        f"{self._programs.plan.label}: the environments are closed; step them before close(), or "
-        "make others"
-      )
+      raise self._plan.closed_error()
     self._called = True
     return self._programs

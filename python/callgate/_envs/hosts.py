@@ -257,9 +257,7 @@ class Host(Generic[U]):
 
   def _check_open(self) -> None:
     if self._closed:
-      raise GateError(
-        f"{self._plan.label}: the environments are closed; step them before close(), or make others"
-      )
+      raise self._plan.closed_error()
 
   def _place(self, number: int, *, mapped: bool = True) -> str:
     count = self._plan.count

@@ -12,7 +12,7 @@ import numpy as np
 
 from callgate._core import options as check
 from callgate._core import signatures
-from callgate._core.errors import GateDefinitionError
+from callgate._core.errors import GateDefinitionError, GateError
 from callgate._envs import infos, spaces, vectors
 from callgate._envs.options import Autoreset
 from callgate._envs.videos import VideoPlan
@@ -52,6 +52,12 @@ class EnvPlan:
   reward: np.dtype[Any]
   episodes: bool
   video: VideoPlan | None
+
+  def closed_error(self) -> GateError:
+    """Returns the exception of a use after `close()`."""
+    return GateError(
+      f"{self.label}: the environments are closed; step them before close(), or make others"
+    )
 
   def of_reset(self, count: int) -> tuple[Any, Any]:
     """Returns the types of a reset's results: observations and infos."""
