@@ -14,8 +14,9 @@ from callgate.sinks._base import Sink, SinkError
 from callgate.sinks._native import JSONL, Npy, Stats, Stream
 from callgate.sinks._plot import Plot
 from callgate.sinks._tables import HDF5, Parquet, Zarr
+from callgate.sinks._tensorboard import TensorBoard
 from callgate.sinks._text import CSV, Print
-from callgate.sinks._trackers import ClearML, MLflow, TensorBoard, WandB
+from callgate.sinks._trackers import ClearML, MLflow, WandB
 
 __all__ = [
   "CSV", "HDF5", "JSONL", "ClearML", "MLflow", "Npy", "Parquet", "Plot", "Print", "Record", "Sink",

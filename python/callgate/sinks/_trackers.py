@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks into experiment trackers with a local folder: TensorBoard, MLflow, W&B, ClearML.
+"""Sinks into experiment trackers with a local folder: MLflow, W&B, ClearML.
 
 Each logs the curves, images and texts of records, and the open run's config, results and alerts.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pathlib
 import tempfile
-import time
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -22,78 +20,6 @@ from callgate._core.png import png
 from callgate._tap.alert import Alert
 from callgate.sinks._base import ChoiceOptions, StrPath
 from callgate.sinks._tracking import At, Tracker, is_number, mlflow_name, name_of_run, summary
-
-
-class TensorBoard(Tracker):
-  """Writes TensorBoard event files by tensorboardX: curves of scalars, histograms of arrays.
-
-  Args:
-    logdir: the run's folder. Each opening of the sink adds a file.
-    step: the path of an integer leaf with the step, such as "step" for `{"step": i, "loss": x}`.
-      Default: the record's `seq`.
-  """
-
-  _extra, _needs = "tensorboard", ("tensorboardX.proto.summary_pb2", "tensorboardX")
-  _alerts = 0
-
-  def __init__(
-    self, logdir: StrPath, *, step: str | None = None, **choice: Unpack[ChoiceOptions]
-  ) -> None:
-    super().__init__(resolved(options.path("sinks.TensorBoard", "logdir", logdir)), step, **choice)
-
-  def _start(self) -> None:
-    suffix = f".{os.getpid()}.{time.monotonic_ns()}"  # two of one second would be one file
-    self._writer: Any = self._module.SummaryWriter(self._target, filename_suffix=suffix)
-
-  def _log_config(self, run: OpenRun) -> None:
-    self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
-    if run.notes:
-      self._writer.add_text("notes", run.notes, 0)
-    if run.tags:
-      self._writer.add_text("tags", ", ".join(run.tags), 0)
-    flat = opened.flat(run.config)
-    if flat:  # the page of hyperparameters
-      simple = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
-      for part in self._module.summary.hparams(simple, {}):
-        self._writer.file_writer.add_summary(part)
-
-  def _log_numbers(self, curves: list[tuple[str, np.ndarray]], at: At) -> None:
-    seconds = at.time_ns * 1e-9
-    for tag, array in curves:
-      values = np.asarray(array, np.float64)
-      values = values[np.isfinite(values)]  # bins have no place for the others
-      if array.ndim == 0:
-        self._writer.add_scalar(tag, float(array), at.step, walltime=seconds)
-      elif values.size:
-        self._writer.add_histogram(tag, values, at.step, walltime=seconds)
-
-  def _log_image(self, tag: str, pixels: np.ndarray, at: At) -> None:
-    kind = self._module.proto.summary_pb2.Summary
-    height, width, channels = pixels.shape
-    image = kind.Image(
-      height=height, width=width, colorspace=channels, encoded_image_string=png(pixels)
-    )
-    held = kind(value=[kind.Value(tag=tag, image=image)])
-    self._writer.file_writer.add_summary(held, at.step, walltime=at.time_ns * 1e-9)
-
-  def _log_text(self, tag: str, text: str, at: At) -> None:
-    self._writer.add_text(tag, text, at.step, walltime=at.time_ns * 1e-9)
-
-  def _log_result(self, name: str, value: Any) -> None:
-    if is_number(value):
-      self._writer.add_scalar(f"summary/{name}", value)
-    else:
-      self._writer.add_text(f"summary/{name}", str(value))
-
-  def _log_alert(self, alert: Alert) -> None:
-    self._writer.add_text("alerts", str(alert), self._alerts, walltime=alert.time_ns * 1e-9)
-    self._alerts += 1
-
-  def _flush(self) -> None:
-    self._writer.flush()
-
-  def _stop(self) -> None:
-    self._writer.close()
 
 
 class MLflow(Tracker):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sink_records import losses
 from tracker_files import events_of, history_of
 from waiting import until
 
@@ -147,7 +148,7 @@ def test_clearml_has_them(tmp_path, monkeypatch):
   assert sum("picture" in name and name.endswith(".jpeg") for name in names) == 2
 
 
-class Failing(sinks._trackers.TensorBoard):
+class Failing(sinks.TensorBoard):
   def _log_alert(self, alert: Any) -> None:
     raise OSError("no room")
 
@@ -162,6 +163,26 @@ def test_an_alert_that_can_not_be_logged_is_the_barriers_error(tmp_path):
     with pytest.raises(sinks.SinkError, match="cannot log the alert 'look': OSError: no room"):
       cg.barrier()
   assert seen == ["look"]  # the others are told
+
+
+def test_a_flush_of_tensorboard_leaves_nothing_to_a_thread(tmp_path):
+  pytest.importorskip("tensorboardX")
+  sink = sinks.TensorBoard(tmp_path)
+  for last in range(50, 501, 50):
+    sink.write(losses(50, start=last - 50))
+    sink.flush()
+    assert [step for step, _, _ in events_of(tmp_path)["loss"]] == list(range(last))
+  sink.close()
+
+
+def test_a_histogram_has_all_finite_values(tmp_path):
+  pytest.importorskip("tensorboardX")
+  values = np.array([-1e300, -1.0, 0.0, 1e-20, 2.0, 1e30, np.inf, np.nan])
+  with cg.channel("t", to=sinks.TensorBoard(tmp_path)), jax.enable_x64(True):
+    cg.tap(values, "t")
+  ((_, _, value),) = events_of(tmp_path)["t"]
+  assert (value.histo.num, sum(value.histo.bucket)) == (6, 6)
+  assert (value.histo.min, value.histo.max) == (-1e300, 1e30)
 
 
 def test_a_tracker_goes_on_to_the_runs_end_over_several_channels(tmp_path):
@@ -184,7 +205,7 @@ def test_a_tracker_goes_on_to_the_runs_end_over_several_channels(tmp_path):
 def test_a_tracker_that_can_not_end_fails_its_run(tmp_path):
   pytest.importorskip("tensorboardX")
 
-  class Endless(sinks._trackers.TensorBoard):
+  class Endless(sinks.TensorBoard):
     def _stop(self) -> None:
       super()._stop()
       raise OSError("no room")
