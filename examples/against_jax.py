@@ -15,7 +15,7 @@ from taps_against_jax import microseconds, no_tap
 
 
 def copy(out, image, angle, shift):
-  """Stands in for SciPy's transform: what is left of a step is the network and the calls."""
+  """Replaces SciPy's transform, so that a step has only the network and the calls."""
   out[...] = image
 
 

@@ -47,7 +47,7 @@ def train(key):
     after, reward, terminated, truncated, info = env.step(actions, info)
     later = GAMMA * (1 - terminated) * network(layers, after)[:, 2]
     over = terminated | truncated
-    kept = seen, actions, (1 - GAMMA) * reward, later, over, ~ended  # a step that resets is none
+    kept = seen, actions, (1 - GAMMA) * reward, later, over, ~ended  # leaves out resets
     return (after, info, over), (kept, info["episode"]["l"])
 
   def update(state, indexed):
@@ -57,7 +57,7 @@ def train(key):
     carry, (kept, lengths) = jax.lax.scan(lambda c, k: step(layers, c, k), carry, keys)
     seen, actions, reward, later, over, counts = kept
 
-    def back(goal, one):  # what is won from here on, the critic's word where the roll-out ends
+    def back(goal, one):  # the return from here on; the critic estimates the rest
       reward, later, over = one
       goal = reward + jnp.where(over, later, 0.95 * GAMMA * goal + 0.05 * later)
       return goal, goal

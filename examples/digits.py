@@ -66,7 +66,7 @@ def warp(out, image, angle, shift):
 
 
 def draw_samples(path, before, after, columns=10):
-  """Images as they are, and below each what the gate made of it."""
+  """Draws images, and below each the image that the gate made of it."""
   figure, axes = plt.subplots(2, columns, figsize=(columns, 2.2), layout="constrained")
   for row, (label, images) in enumerate((("original", before), ("augmented", after))):
     for axis, image in zip(axes[row], images, strict=False):

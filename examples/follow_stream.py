@@ -25,7 +25,7 @@ STEPS, RATE, EVERY = 2000, 0.05, 100
 
 
 def loss(w, x, y):
-  """Logistic loss, and the share that is right."""
+  """Logistic loss and accuracy."""
   logits = x @ w[:-1] + w[-1]
   return jnp.mean(jax.nn.softplus(logits) - y * logits), jnp.mean((logits > 0) == y)
 
@@ -53,7 +53,7 @@ def follow(path, child):
   running = True
   with cg.open_stream(path, follow=True) as stream:
     while running and not stream.ended:
-      running = child.poll() is None  # asked first, so that what it wrote last is read
+      running = child.poll() is None  # before the read, so that no record is missed
       while (record := stream.read(0.2)) is not None:
         step, value, right = (record.leaves[f"['{name}']"] for name in ("step", "loss", "right"))
         bar = "#" * round(60 * float(value))

@@ -20,7 +20,7 @@ import numpy as np
 import callgate as cg
 
 ARRIVALS_A_DAY, DAYS_OF_STAY, DAYS = 4.0, 3.0, 100
-COST_OF_A_BED, COST_OF_A_REFUSAL = 1.0, 6.0  # a day, and each
+COST_OF_A_BED, COST_OF_A_REFUSAL = 1.0, 6.0  # per day; per refused patient
 
 
 def simulate(seed: Any, beds: Any) -> Any:
@@ -42,7 +42,7 @@ def simulate(seed: Any, beds: Any) -> Any:
 
 
 def erlang_b(beds: int) -> float:
-  """The share that is refused, by Erlang's formula of 1917, to compare with."""
+  """The share of refused patients by Erlang's formula of 1917, for comparison."""
   load, share = ARRIVALS_A_DAY * DAYS_OF_STAY, 1.0
   for servers in range(1, beds + 1):
     share = load * share / (servers + load * share)

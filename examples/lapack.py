@@ -58,7 +58,7 @@ def next_census(decades, count):
 
 @jax.jit
 def error(decades):
-  """Root mean square of what the lines until 1960, …, 2010 say about the census that follows."""
+  """Root mean square error of the next census, predicted by the lines until 1960, …, 2010."""
   counts = range(7, len(YEARS))
   return jnp.sqrt(jnp.mean(jnp.array([next_census(decades, k) - MILLIONS[k] for k in counts]) ** 2))
 

@@ -52,7 +52,7 @@ def work(count, port, index):
   specs = {"in_specs": (P(), P("rows"), P("rows")), "out_specs": P()}
   with cg.channel("run", to=cg.sinks.Stream("run-{process}.cgs")):
     w = jax.jit(jax.shard_map(train, mesh=mesh, **specs))(jnp.zeros(x.shape[1] + 1), x, y)
-    cg.barrier(all_processes=True)  # all has been written, or raises what failed elsewhere
+    cg.barrier(all_processes=True)  # all is written; raises others' errors
   if index == 0:
     print(f"loss of all rows {loss(np.asarray(w.addressable_data(0)), *data):.5f}")
 
@@ -60,7 +60,7 @@ def work(count, port, index):
 def launch(folder, count=2):
   folder.mkdir(parents=True, exist_ok=True)
   for old in folder.glob("run-*.cgs"):
-    old.unlink()  # streams are appended to
+    old.unlink()  # a sink appends to an older stream
   with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
   flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

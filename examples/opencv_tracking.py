@@ -18,7 +18,7 @@ FOUND = jax.ShapeDtypeStruct((2,), np.float32), jax.ShapeDtypeStruct((), np.bool
 
 @cg.gate(out=FOUND, cast=True)
 def found(image):
-  """The middle of the disc, and whether all of it is to be seen."""
+  """The middle of the disc, and True if all of it is visible."""
   _, mask = cv2.threshold(cv2.GaussianBlur(image, (5, 5), 0), 0, 255, cv2.THRESH_OTSU)
   contours, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
   largest = max(contours, key=cv2.contourArea)

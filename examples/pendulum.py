@@ -67,7 +67,7 @@ def flips(a, b):  # the number of steps until an arm goes over the top
 
 
 print(f"SymPy wrote {len(code.splitlines())} lines of C")
-for sign in (1, -1):  # second arm with the first, and against it
+for sign in (1, -1):  # the second arm swings with the first, or against it
   curve = np.asarray(swing(jnp.float32(0.01), jnp.float32(sign * 0.01 * np.sqrt(2))))
   crossings = np.flatnonzero((curve[1:] < 0) & (curve[:-1] >= 0))
   between = crossings + curve[crossings] / (curve[crossings] - curve[crossings + 1])

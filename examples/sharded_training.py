@@ -63,13 +63,13 @@ def main(folder, count, address, index):
   jax.config.update("jax_num_cpu_devices", DEVICES // count)
   if count > 1:
     jax.distributed.initialize(address, count, index)
-  (folder / f"run-{index}.cgs").unlink(missing_ok=True)  # streams are appended to
+  (folder / f"run-{index}.cgs").unlink(missing_ok=True)  # a sink would append
   split = NamedSharding(jax.make_mesh((DEVICES,), ("rows",)), P("rows"))
   x, y = data()
   parts = [jax.make_array_from_callback(a.shape, split, a.__getitem__) for a in (x, y)]
   with cg.channel("training", to=cg.sinks.Stream(folder / "run-{process}.cgs")):
     w = train(*parts)
-    cg.barrier(all_processes=True)  # all is in the files, or raises what failed elsewhere
+    cg.barrier(all_processes=True)  # all is written; raises others' errors
   if index == 0:
     report([folder / f"run-{process}.cgs" for process in range(count)])
     right = (x @ np.asarray(w.addressable_data(0))).argmax(2) == y

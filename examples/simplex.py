@@ -39,7 +39,7 @@ def forward(x):
   return (w := project(x)), w > 0
 
 
-def backward(support, ct):  # within the support, the sum stays
+def backward(support, ct):  # within the support, the sum stays 1
   return (jnp.where(support, ct - jnp.sum(ct * support) / jnp.sum(support), 0),)
 
 

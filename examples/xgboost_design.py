@@ -43,7 +43,7 @@ def predicted(x):
 
 
 def value(x):
-  """Strength less what it costs, of designs between LOW and HIGH."""
+  """Predicted strength minus cost, of designs from LOW to HIGH."""
   return predicted(x) - x @ jnp.array([0.10, 0.0, 0.02, 0.05])
 
 

@@ -49,13 +49,13 @@ class CallOptions:
     sharding: the dimensions that may stay split in a program over several devices. None or
       "gather": no dimension; one device calls for all, with whole arrays. "shard": the leading
       dimensions that all arrays share; each device calls with its shard. A rule such as "i k, k j
-      -> i j": dimensions of the same name are split alike; `[k]`, `_` and dimensions that are not
-      in every result are whole; `...` stands for leading dimensions. Or a function that takes the
-      mesh and the operands' ShapeDtypeStructs (with shardings) and returns one of these, or a tuple
-      (PartitionSpecs of the operands, PartitionSpecs of the results). The lanes of a vmap are
-      always split.
-    linear: True if the function is linear in all arguments, or the position or positions of the
-      arguments in which it is; see `Gate.deftranspose`.
+      -> i j": dimensions of the same name are split alike; a dimension stays whole if it is `[k]`
+      or `_`, or is not in every result; `...` stands for leading dimensions. Or a function that
+      takes the mesh and the operands' ShapeDtypeStructs (with shardings) and returns one of these,
+      or a tuple (PartitionSpecs of the operands, PartitionSpecs of the results). The lanes of a
+      vmap are always split.
+    linear: True if the function is linear in all arguments; or the position, or a sequence of the
+      positions, of its linear arguments. See `Gate.deftranspose`.
     gradient: "finite-difference" computes derivatives by central differences, with two calls for
       each input element. Use it for small inputs.
   """

@@ -42,15 +42,15 @@ class Checkpoints(Stays, Public[CarrySaver], Closing):
   ```
 
   - A tap sends the carry after every `every` steps and after the last step that runs. Another
-    thread writes it. The program waits for the copy only, unless the disk is slower than the loop
-    for long.
+    thread writes it. The program waits only for the copy, unless the disk stays slower than the
+    loop.
   - An incomplete checkpoint is never visible, even after `kill -9`.
   - The processes of a multi-host program share the folder. Each part of an array is written once,
     by the first device that has it. You may resume with another number of devices and processes.
     The newest checkpoint is complete after `callgate.barrier(all_processes=True)`.
   - If a checkpoint can't be written, the loop continues, and `callgate.barrier()` raises the error.
   - As a context manager it waits for the disk at the end of the block. Its thread ends when neither
-    your code nor a program refers to it.
+    your code nor a program refers to the `Checkpoints`.
 
   Args:
     folder: the folder of the checkpoints, which is made if needed. A relative path is relative to

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of a program that saves checkpoints: their refusals, and if they are alive.
+"""The other processes of a program that saves checkpoints: their refusals, and which are alive.
 
 A device that can't load its part of a carry refuses the run. Its failed call can't stop a program
 over several devices, which continues with NaN. The coordination service tells all processes of the

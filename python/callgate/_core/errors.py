@@ -28,7 +28,7 @@ LINK = "callgate: causes and remedies: https://callgate.github.io/callgate/"
 class GateError(Exception):
   """The base class of callgate's exceptions; their last note links to the page of their messages.
 
-  A class whose text the user wrote has no page.
+  `CheckError`, `VerifyError`, `RecordedError` and `EndOfFeed` have no such note.
   """
 
   _page: ClassVar[str] = "messages_running"
@@ -90,7 +90,7 @@ class GateDefinitionError(GateError, TypeError):
 
 
 class ReplayError(GateError, ValueError):
-  """A replayed call isn't in the recording, or that is unreadable; see `callgate.replay`."""
+  """A replayed call isn't in the recording, or the file is unreadable; see `callgate.replay`."""
 
 
 class RecordedError(GateError):

@@ -3,9 +3,9 @@
 
 A name refers to one value of this process. A value of plain content (numbers, text, functions and
 classes of modules, frozen dataclasses of these) is named by that content, so that another process
-finds its own. Any other object gets a number that is unique in the process; nothing is pickled. A
-program for `jax.export` names such an object by the digest of its pickle instead: another process
-looks for an object of the same content.
+finds its own value. Any other object gets a number that is unique in the process; nothing is
+pickled. A program for `jax.export` names such an object by the digest of its pickle instead:
+another process looks for an object of the same content.
 
 Users own the objects: a name lives as long as the object. If the object supports no weak
 references, the name lives as long as the owner of its `Exact`.

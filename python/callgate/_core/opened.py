@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open run of this process, for the modules below runs."""
+"""The open run of this process, for modules that can't import `_runs`."""
 
 from __future__ import annotations
 

@@ -27,16 +27,16 @@ class EnvsOptions:
 
   Attributes:
     n: the number of environments. A vector environment has its own number.
-    vector: `make` returns one vector environment, as `gymnasium.make_vec` or EnvPool does. Its
-      environments are the lanes. With `sharding` each device has one vector environment.
+    vector: True if `make` returns one vector environment, as `gymnasium.make_vec` or EnvPool does.
+      Its environments are the lanes. With `sharding` each device has one vector environment.
     autoreset: when an ended episode starts anew. "next_step": with the next step, which ignores its
       action. "same_step": in the step that ends it; its infos have the final observation as
       "final_obs". "disabled": only by `reset(mask=)`. A vector environment must be made with the
       same mode.
     run_on: where the environments run. "xla": on XLA's calling thread; "own": on a thread of
       callgate; a `callgate.thread`, which also makes, renders and closes them; "processes": in a
-      pool with one worker process for each CPU; `callgate.workers`. Each worker process has a share
-      of the environments and steps it by one message.
+      pool with one worker process for each CPU; `callgate.workers`. Each worker process steps its
+      share of the environments, with one message per step.
     info: the entries of the environments' infos that programs get: a dictionary from names to
       objects with `.shape` and `.dtype`, to dtypes, or to such dictionaries. Default: none.
     record: a function, a channel, or a channel's name, as `to` of `callgate.tap`. It gets each
@@ -49,8 +49,8 @@ class EnvsOptions:
     sharding: a NamedSharding whose spec is the mesh axis, or axes, over which the environments are
       split. Each device steps its own environments. In a `jax.shard_map` over these axes, a call
       applies to the environments of its device.
-    timeout: seconds after which a step fails. A reset, which may have to make environments, has at
-      least 30. See `callgate.gate`.
+    timeout: seconds after which a step fails. A reset has at least 30 seconds, because it may have
+      to make environments. See `callgate.gate`.
     name: the unique name in programs and messages. Default: as for `callgate.gate`, of `make`.
   """
 

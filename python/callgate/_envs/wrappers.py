@@ -21,7 +21,7 @@ Made = TypeVar("Made", covariant=True)
 def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
   """Normalizes each element of observations to mean 0 and variance 1, by running statistics.
 
-  It does as `gymnasium.wrappers.vector.NormalizeObservation`: mean and variance are those of all
+  Like `gymnasium.wrappers.vector.NormalizeObservation`, it uses the mean and the variance of all
   observations of all environments so far.
 
   ```python
@@ -52,7 +52,7 @@ def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
     Environments with float32 observations. The state is `info["normalize_observation"]`.
 
   Raises:
-    GateDefinitionError: an argument is wrong, or the space has other parts.
+    GateDefinitionError: an argument is wrong, or a part of the observation space is not a Box.
   """
   return NormalizedObservation(env, epsilon)
 
@@ -60,7 +60,7 @@ def normalize_observation(env: Any, epsilon: float = 1e-8) -> WrappedEnvs:
 def normalize_reward(env: Any, gamma: float = 0.99, epsilon: float = 1e-8) -> WrappedEnvs:
   """Scales rewards so that their discounted sum has a variance of about 1.
 
-  It does as `gymnasium.wrappers.vector.NormalizeReward`: it divides rewards by the running standard
+  Like `gymnasium.wrappers.vector.NormalizeReward`, it divides rewards by the running standard
   deviation of the discounted sums of all environments.
 
   Args:
@@ -80,8 +80,8 @@ def normalize_reward(env: Any, gamma: float = 0.99, epsilon: float = 1e-8) -> Wr
 def episode_statistics(env: Any) -> WrappedEnvs:
   """Adds the return and the length of each ended episode to the infos.
 
-  It does as `gymnasium.wrappers.vector.RecordEpisodeStatistics`: `info["episode"]` has "r", the sum
-  of rewards, and "l", the number of steps, where `info["_episode"]` is True, and zeros elsewhere.
+  As in `gymnasium.wrappers.vector.RecordEpisodeStatistics`, `info["episode"]` has "r", the sum of
+  rewards, and "l", the number of steps, where `info["_episode"]` is True, and zeros elsewhere.
 
   Args:
     env: environments of `callgate.envs` or of a wrapper.
@@ -90,7 +90,8 @@ def episode_statistics(env: Any) -> WrappedEnvs:
     Environments with these infos. The state is `info["episode_statistics"]`.
 
   Raises:
-    GateDefinitionError: `env` isn't such environments, or its infos have these names already.
+    GateDefinitionError: `env` is not from `callgate.envs` or a wrapper, or its infos already have
+      these names.
   """
   return EpisodeStatistics(env)
 

@@ -51,7 +51,7 @@ class FeedOptions:
   """The options of `callgate.feed`.
 
   Attributes:
-    prefetch: the most items that the iterator is ahead of the programs.
+    prefetch: how many items the iterator may be ahead of the programs.
     shape: the types of an item, a pytree of objects with `.shape` and `.dtype`. Default: those of
       the first item, for which `feed` waits.
     default: the item for reads after the last item, or a prefix that broadcasts to an item. Without
@@ -99,7 +99,7 @@ class Feed(Portable[_FeedIdentity], Closing):
   Attributes:
     name: the name in messages and of the thread.
     shape: the types of an item, as a pytree of ShapeDtypeStructs.
-    prefetch: the most items that the iterator is ahead of the programs.
+    prefetch: how many items the iterator may be ahead of the programs.
   """
 
   def __init__(self, iterable: Iterable[Any], options: FeedOptions) -> None:
@@ -174,9 +174,9 @@ class Feed(Portable[_FeedIdentity], Closing):
     Raises:
       EndOfFeed: (fails the program) there is no further item and no default.
       GateError: (fails the program) the feed is closed, or belongs to another process.
-      BaseException: (fails the program) the iterator raised it in the place of this item. A failed
-        program raises `jax.errors.JaxRuntimeError`; `callgate.errors()` raises these exceptions
-        themselves.
+      BaseException: (fails the program) the iterator raised it instead of giving this item. A
+        failed program raises `jax.errors.JaxRuntimeError`; `callgate.errors()` raises these
+        exceptions themselves.
     """
     failures.raise_deferred()
     self._producer.check()
@@ -211,7 +211,7 @@ class Feed(Portable[_FeedIdentity], Closing):
     Raises:
       StopIteration: there is no further item and no default.
       GateError: as for `next()`; or JAX is tracing, so that all executions would get the same item.
-      BaseException: the iterator raised it in the place of this item.
+      BaseException: the iterator raised it instead of giving this item.
     """
     if not tracing.in_no_trace():
       why = (
@@ -270,8 +270,8 @@ def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
   ```
 
   After a program on a CUDA GPU has read an item, the feed's thread copies the next items to that
-  GPU ahead of time, up to `prefetch`. Each takes its size in GPU memory and in pinned memory. With
-  several GPUs, the items go to the GPU that read last (docs/gpu_taps_feeds.md).
+  GPU ahead of time, up to `prefetch`. Each of these copies needs its size in GPU memory and in
+  pinned memory. With several GPUs, the items go to the GPU that read last (docs/gpu_taps_feeds.md).
 
   Args:
     iterable: gives the items: pytrees of NumPy or JAX arrays, torch tensors or Python scalars. All
@@ -285,7 +285,7 @@ def feed(iterable: Iterable[Any], *, options: FeedOptions) -> Feed:
     GateDefinitionError: an option is wrong, or there is no first item to take the types from.
     ResultError: the first item has a leaf that is neither an array nor a number.
     ValueError: another live feed or gate has the name.
-    BaseException: the iterator raised it in the place of the first item, if `shape` is None.
+    BaseException: the iterator raised it instead of giving the first item, if `shape` is None.
   """
   return Feed(iterable, options)
 

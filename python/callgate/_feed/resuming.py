@@ -136,5 +136,5 @@ def _skip_to(producer: Producer, taker: int, number: int) -> None:
   except EndOfFeed as error:
     raise GateError(
       f"{said} at least {number} item(s), the count in the checkpoint, got "
-      f"{producer.position(taker)}"
+      f"{producer.position(taker)}; make the feed from the data of the first run"
     ) from error

@@ -50,8 +50,8 @@ class GateOptions(CallOptions):
     retries: how often lanes run again if their worker process ends; needs effect="pure".
     affinity: "lane" always runs a lane on the same worker; a class then has one object for each
       lane. Default: any worker.
-    in_flight: the number of pieces of a call's lanes that an executor gets at a time. Default: two
-      for each of its workers.
+    in_flight: the number of tasks that a call gives an executor at a time; each task runs a part of
+      the lanes. Default: two for each of the executor's workers.
     cast: True allows casts of results within a kind, such as float64 to float32. Default:
       `config(cast=)`, which is False. Integers of another width, and Python numbers that the
       declared kind can hold, are always cast. A value outside the dtype's range raises an error.
@@ -59,16 +59,16 @@ class GateOptions(CallOptions):
       write to NumPy copies. Needs arrays in the host's memory. The views of results (`out`) still
       belong to XLA.
     serial: True runs the gate's calls one at a time, for a function that isn't thread-safe.
-      Default: False with the GIL. Without the GIL, True for a gate with an effect on XLA's thread
-      that is not collective, and otherwise False.
+      Default: False with the GIL. Without the GIL, the default is True for a gate that has an
+      effect, runs on XLA's thread and is not collective, and False for all others.
     parallel: True runs the lanes of vmap="each" on several threads at once. Needs effect="pure",
       run_on="xla", and a thread-safe function. With the GIL it has no effect, and a warning says
       so once. Guide: "Python without the GIL".
     collective: True makes every device call, also if several devices have the same shard. Each call
       knows its position: `context.rank`, `.size` and `.coordinates` in the mesh. Use it for gates
       that communicate with each other.
-    command_buffer: True lets XLA record the callable's launches as a CUDA graph and replay the
-      graph. Has no effect on other devices. Guide: "Python on the GPU".
+    command_buffer: True lets XLA record the callable's launches on a CUDA GPU as a graph, and
+      replay the graph. Has no effect on other devices. Guide: "Python on the GPU".
     style: "return" (`fn(*args)` returns the results, which callgate checks and copies once),
       "inplace" (`fn(out, *args)` writes into views of XLA's result memory, and returns None or
       `out`) or "context" (`fn(context, out, *args)` also gets a `callgate.Context`, with `stage`,

@@ -165,7 +165,7 @@ class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
   """The kernels that `load_kernels` has loaded, with their `names`; a context manager.
 
   The kernels stay until `close()` or the end of the `with` block, even if you don't keep this
-  object. Programs that you loaded before then keep their kernels.
+  object. Programs that you loaded earlier keep their kernels.
   """
 
   def __init__(self, kernels: list[KernelCallee]) -> None:

@@ -72,7 +72,7 @@ class Kernel(ArrayFunction[P, R]):
 
   @property
   def thread_safe(self) -> bool:
-    """The option `thread_safe`: True if calls may run at once."""
+    """The option `thread_safe`: True if calls may run at the same time."""
     return self._core.thread_safe
 
   def benchmark(self, *args: Any, seconds: float = 0.5, **kwargs: Any) -> BenchmarkResult:

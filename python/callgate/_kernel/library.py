@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`callgate.library`: kernels of a user's shared library, built with callgate/kernel.h.
 
-A library stays loaded until the process ends. After a rebuild the new version is loaded besides.
+A library stays loaded until the process ends. After a rebuild the new version is loaded beside the
+old one.
 """
 
 from __future__ import annotations
@@ -142,9 +143,9 @@ class Library:
         `callgate.library`.
       name: the name in compiled programs. Default: the library's name, a dot and the function's
         name, with a number if that name is taken.
-      thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
-        vmap="each" in parallel. By default calls take turns with all other kernels of the library
-        that are not thread-safe.
+      thread_safe: True lets several calls run at the same time, from several devices and programs,
+        and runs the lanes of vmap="each" in parallel. By default calls take turns with all other
+        kernels of the library that are not thread-safe.
 
     Returns:
       A `Kernel`.

@@ -28,8 +28,8 @@ class KernelOptions(CallOptions):
       axis), "broadcast" (all arguments have it) or a rule, as for `callgate.gate`. "grid" makes one
       launch for all lanes on CUDA devices, with the lanes along the grid's z axis; on the CPU it is
       the same as "each".
-    thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
-      vmap="each" in parallel. By default calls take turns.
+    thread_safe: True lets several calls run at the same time, from several devices and programs,
+      and runs the lanes of vmap="each" in parallel. By default calls take turns.
   """
 
   vmap: Vmap | Callable[..., Any] = option("each", check_vmap, more=("grid",))
@@ -61,7 +61,7 @@ class LaunchOptions:
       Default: no clusters.
     zeroed: flat positions of the results that are set to zero before the launch, for kernels that
       add to them.
-    scratch: a dict from names of parameters `T*` to bytes of memory that they get for the launch;
+    scratch: memory for the launch: a dict from names of parameters `T*` to numbers of bytes, each
       an int or a function as for `grid`. The memory is uninitialized. With vmap="grid" each lane
       gets that much.
   """
@@ -79,8 +79,8 @@ class DeviceOptions:
   """Describes the devices that a kernel is compiled for.
 
   Attributes:
-    arch: the devices to compile programs for CUDA for, if the process has no device: "sm_90", 90,
-      or several. Default: PTX, which the driver compiles when the program is loaded.
+    arch: the GPU architectures to compile for, if the process has no GPU: "sm_90", 90, or several.
+      Default: PTX, which the driver compiles when the program is loaded.
   """
 
   arch: Arch = None
@@ -106,7 +106,7 @@ class CompilerOptions(DeviceOptions):
     flags: compiler flags after "-O3 -march=native -DNDEBUG", such as "-fopenmp".
     include_dirs: folders with headers.
     libraries: names for `-l`, or paths of libraries.
-    library_dirs: folders with these libraries, for the link and for run time.
+    library_dirs: folders with these libraries, for linking and at run time.
     debug: True compiles with "-O0 -g" instead, and checks the bounds of each index.
     cuda_options: options of CUDA's run-time compiler after callgate's own, such as
       "--use_fast_math" or "-DN=4".

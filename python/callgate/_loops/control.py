@@ -4,10 +4,10 @@
 For a `cond` with a batched predicate JAX runs every branch for every lane. For such a `while_loop`
 it runs the body for finished lanes, too. If they contain an io gate, a tap or a wait for a started
 call, lanes run one after the other instead, and their gates and taps get the lane's number. So do
-the lanes of a branch that uses objects which lanes have from outside of it. In derivatives JAX
-passes zeros, which are no handle, for the residuals of a branch that a lane doesn't take.
-`find_nan` does so for all branches and loops. With taps of all lanes at once (`TapSite.whole`) a
-loop sees each iteration once.
+the lanes of a branch that uses host objects of lanes, made outside of it. In derivatives JAX passes
+zeros, which are no handle, for the residuals of a branch that a lane doesn't take. `find_nan` does
+so for all branches and loops. With taps of all lanes at once (`TapSite.whole`) a loop sees each
+iteration once.
 
 A collective needs all lanes and all devices: none of them may skip it. So a branch with a
 collective runs for every lane, as in JAX. callgate's calls in it run only for the lanes that take

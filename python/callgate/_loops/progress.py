@@ -59,8 +59,8 @@ class Progress:
     at: a function of the loop's carry (for a decorated body, of its first argument) that returns
       the progress as a real number, such as the time of an ODE solver. The bar and the remaining
       time follow this value instead of the steps.
-    lanes: under `jax.vmap`, "one" bar for all lanes, as far as the last lane; or "bars", one for
-      each lane, at most 100.
+    lanes: under `jax.vmap`, "one" bar for all lanes, which follows the slowest lane; or "bars", one
+      for each lane, at most 100.
     style: "tqdm", or "rich", which draws by the library Rich.
     every: the number of steps between two updates. Default: the steps of a few milliseconds.
     show: the names of tapped values to show behind the bar. Default: all that were tapped since the
@@ -282,7 +282,7 @@ def progress(
   leave: bool = True, mininterval: float = 0.1, at: Callable[[Any], Any] | None = None,
   lanes: Lanes = "one", style: Style = "tqdm",
 ) -> Any:  # fmt: skip
-  """Gives a progress bar to a loop that JAX or a library runs, by its body.
+  """Decorates a loop's body, so that the loop of JAX or of a library has a progress bar.
 
   ```python
   @cg.progress("training")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that JAX's derivatives run more than once, or of which they move a part.
+"""Loops that JAX's derivatives run more than once, or move computations out of.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass, without its bar. A loop with an io
 gate runs only in the forward pass, and its results are kept. `jax_remat3` runs everything again,

@@ -33,7 +33,8 @@ class NanReport:
       first use.
     step: the loop's step, counted from 0; a tuple for nested loops, outermost first; None outside
       loops.
-    lane: the lane of a `jax.vmap`, in the same form, of the levels over which the result differs.
+    lane: the lane of a `jax.vmap`, in the same form; it leaves out a vmap over which the result is
+      the same.
     index: the index of the first such element in the result, with the axes of vmap.
     shard: the number of the device's part in a `jax.shard_map`; None outside.
     operands: the type and range of each operand, as text.
@@ -105,7 +106,8 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
       from the operation to the result contains one. `jnp.where` passes on only the elements that it
       selects. All other values count as a whole: index and lane are those of the first NaN or
       infinity in them. A NaN in a closed-over array or a literal counts as made by the first
-      operation on it. Without one, as for a result or a loop's first carry, it is a "constant".
+      operation on it. If no operation uses it (it is itself a result, or a loop's first carry), it
+      is a "constant".
 
   Returns:
     A function with f's arguments that runs f and returns a `NanReport`, or None if there is nothing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which findings reach a program's results, by a set of findings for each value.
+"""Finds the findings that reach a program's results: each value has a set of findings.
 
 A value's `origins` are the findings from which a path of values with a NaN or an infinity leads to
 it. A value without NaN and infinity has none. A value counts as a whole, except for the elements

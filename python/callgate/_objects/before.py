@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the objects that all steps of a `callgate.scan` share, while the scan is traced.
 
-The body of a scan that may end early has its calls in a branch, in which `shared.py` finds none. So
-the scan makes the objects before it, as `solver.factor(a)` in the user's code would, and its body
-solves with them. Transformations see the handles, and the steps that derivatives compute again use
-the same objects.
+The body of a scan that may end early has its calls in a branch, in which `shared.py` finds no
+objects. So the scan makes the objects before it, as `solver.factor(a)` in the user's code would,
+and its body solves with them. Transformations see the handles, and the steps that derivatives
+compute again use the same objects.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ barrier, and when asked. An object is freed if its words are in no array, and
   only XLA knows the results of that call.
 
 An array with the same words by chance keeps an object alive longer. That is rare, because the words
-contain a 20-bit number of the process. The right moment is after a program's dispatch, or at the
-beginning of the next call: code that waits for each result makes its calls when all programs have
-ended. If programs always run, there is no such moment. Then callgate waits for one, at most 0.1 s,
-because a running program may itself wait for this thread.
+contain a 20-bit number of the process. A scan comes after a program's dispatch, or at the beginning
+of the next call: in code that waits for each result, all programs have ended by then. If programs
+always run, callgate waits for their end, but at most 0.1 s, because a running program may itself
+wait for this thread.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ def linear_solver(
     matvec: `matvec(a, x) -> A x`, a JAX function; derivatives in `a` need it.
     symmetric: A^T is A, so `solve` also serves as `solve_transposed`.
     cast: allows same-kind casts of the results of `solve`; see `callgate.gate`.
-    run_on: where `factor` and `solve` run: see `callgate.hold`. Default: the thread of objects if
-      derivatives share an object; XLA's thread if one call factorizes and solves.
+    run_on: where `factor` and `solve` run: see `callgate.hold`. Default: XLA's thread if one call
+      factorizes and solves; the thread of objects if several calls, as those of derivatives, share
+      a factorization.
     thread: see `callgate.hold`.
     timeout: see `callgate.gate`.
     vmap: for lanes that share `a`: "each" calls `solve` for each lane; "whole" calls it once, with

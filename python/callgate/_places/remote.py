@@ -119,8 +119,8 @@ class WorkerGate(RemoteGate):
       return WorkerError(f"{self.label}: {what['text']}")
     if kind == "restarts":
       return ended(
-        f"{self.label}: {who} {how_ended(what)}, as did {_ENDS} workers in its place before any "
-        f"call; the next call tries again{_quoted(said)}",
+        f"{self.label}: {who} {how_ended(what)} before any call, as did {_ENDS} workers before it; "
+        f"the next call tries again{_quoted(said)}",
         what,
       )
     if kind == "overdue" and what["text"]:

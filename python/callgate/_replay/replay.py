@@ -214,8 +214,8 @@ def replay(
     path: a file of `callgate.record`; "{process}" in it is replaced by `jax.process_index()`. If
       the writer was killed, the replay uses the complete records.
     partial: calls the function if the recording has no such call.
-    record_new: calls the function in that case, and adds the call to the file for the next replay.
-      A missing file is made. Calls of an ordered gate are added after its recorded calls.
+    record_new: calls the function as `partial` does, and adds the call to the file for the next
+      replay. A missing file is made. Calls of an ordered gate are added after its recorded calls.
     rtol: relative tolerance for floating operands, as in `numpy.allclose`, for example for
       recordings of another machine. Without tolerances operands must be equal bit by bit. Digests
       have no tolerance.
@@ -224,8 +224,8 @@ def replay(
     match: `match(call, recorded)` returns True if the recorded call answers; it replaces the
       comparison of operands. Both arguments have `gate` (or `name`); `args`, the arrays in order;
       and `kwargs`, all arguments by name, also those passed by position: "day", "params['w']".
-      Static arguments are numbers, strings and tuples as they are, and others as text. The function
-      must not run JAX programs. It doesn't work with digests, `rtol`, `atol` and `ignore`.
+      Static numbers, strings and tuples are passed unchanged, other static arguments as text. The
+      function must not run JAX programs. It doesn't work with digests, `rtol`, `atol` and `ignore`.
     trust: unpickles exceptions, which can run any code. Use it only for files that you made
       yourself.
 

@@ -49,7 +49,7 @@ class Run(Stays):
   Attributes:
     name: the run's name.
     folder: its folder, an absolute `pathlib.Path`, from the start of the block.
-    config: the config, as JSON has it.
+    config: the config, as stored in JSON.
     notes: the notes.
     tags: the tags.
     summary: a mapping of results by name; each change is written to the folder at once, as JSON.

@@ -36,8 +36,8 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   assert seen == [2.0]
   ```
 
-  The barrier waits for programs of all threads, also if their results were dropped. The exception:
-  on one CPU device it can't wait for dropped programs without effects.
+  The barrier waits for programs of all threads, also if their results were dropped. On a single CPU
+  device, though, it can't wait for programs without effects whose results were dropped.
 
   With `all_processes=True` each process of `jax.distributed` has to call it, equally often, from
   one thread. A process that fails raises its own exception. The others raise a `ProcessError` with
@@ -52,7 +52,7 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
     TimeoutError: programs still ran, records still waited, or processes had not arrived in time.
     ProcessError: another process failed, ended or died.
     BaseException: the exception of a gate whose program failed during the wait, or of a consumer;
-      it has other consumers' exceptions in `callgate_others`.
+      its attribute `callgate_others` has the exceptions of other consumers.
   """
   options.or_none(options.seconds, "barrier", "timeout", timeout, zero=True)
   options.boolean("barrier", "all_processes", all_processes)
@@ -143,10 +143,11 @@ class errors:
 
   If JAX's error for a gate (`jax.errors.JaxRuntimeError` or ValueError) leaves the block, the block
   raises the original exception instead. At its end the block waits for all arrays and raises the
-  exception of a program whose result you never used. For a pure program on one device this needs
-  the result to exist still. A thread never gets another thread's exception, so the block does not
-  raise such exceptions while other threads are in blocks of their own. The exception of a program
-  over several devices goes to the first block that ends.
+  exception of a program whose result you never used. For a pure program on one device this works
+  only while its result exists. A block never raises an exception that belongs to another Python
+  thread. If the gate ran on a thread of XLA, its exception belongs to no Python thread, and the
+  block raises it only if no other block is open. The exception of a program over several devices
+  goes to the first block that ends.
 
   If several shards of such a program fail, the block raises the first exception, with notes about
   the others. With `all=True` it always raises an ExceptionGroup:

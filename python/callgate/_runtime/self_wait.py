@@ -64,9 +64,10 @@ def report(gate: str, thread: int) -> str:
     _seen.pop(thread, None)
   name = getattr(function, "__qualname__", repr(function))
   error = RecursionError(
-    f"gate '{gate}', which has run_on='own', calls the jitted function '{name}' that it is in, "
-    f'at File "{frame.f_code.co_filename}", line {frame.f_lineno}. JAX lets nobody else call a '
-    "jitted function until its first call has ended, and that waits for the gate"
+    f"gate '{gate}', which has run_on='own', calls the jitted function '{name}' that it runs in, "
+    f'at File "{frame.f_code.co_filename}", line {frame.f_lineno}. JAX makes this call wait for '
+    "the end of the function's first call, which waits for the gate. Make a first call with such "
+    "arguments in which the gate doesn't call the function"
   )
   ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
   return describe_failure(error, gate, "")

@@ -68,8 +68,8 @@ def stop(reason: str = "") -> None:
   """Asks all running and waiting programs that check for it to stop.
 
   Call it in any thread, in a tap's consumer, or in a signal handler. A program checks by
-  `stop_requested`, or by a `scan` with `stoppable=True`. It stops programs that were dispatched
-  before the call; later programs aren't affected.
+  `stop_requested`, or by a `scan` with `stoppable=True`. A call of `stop` affects only programs
+  that were dispatched before it.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -89,7 +89,8 @@ def stop(reason: str = "") -> None:
   assert cg.stop_reason() == "the loss is small enough"
   ```
 
-  In a multi-host program the calls in process 0 count.
+  In a multi-host program that XLA partitions, only calls in process 0 have an effect. Inside
+  `jax.shard_map` a call stops only its own process.
 
   Args:
     reason: the text that `stop_reason` returns from then on.

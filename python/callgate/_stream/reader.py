@@ -118,7 +118,7 @@ class StreamReader(Closing):
 
   @property
   def ended(self) -> bool:
-    """True if all writers have closed the stream, as far as it was read."""
+    """True if every writer has closed the stream and all its records have been read."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray]:

@@ -45,8 +45,8 @@ def print(
   prints a line.
 
   Args:
-    fmt: a format string, as for `str.format`. If it has no fields, and with `skip_format_check`,
-      the values follow it.
+    fmt: a format string, as for `str.format`. With `skip_format_check`, the values follow a string
+      that has no fields.
     *args: values: pytrees of arrays, or any other objects that can be formatted.
     name: the name of the print in `explain`, the timeline and messages. To fill a field {name},
       pass the value by position.

@@ -83,7 +83,8 @@ def tap(
       program to the next. Without it records arrive in the order of execution.
     effect: "io": the tap runs exactly once per execution and is never removed. "dataflow": it runs
       only if the program uses the returned value; it has no JAX effect and costs no dispatch time.
-    roles: sends "tangent" or "cotangent" of the value too, under differentiation.
+    roles: the values to send under differentiation: "primal", optionally with "tangent",
+      "cotangent" or both.
     logical_shape: the sizes of the part of a padded array that consumers get. It is a tuple for a
       single array, else a pytree like `value` of tuples (or None). Sizes are integers and may be
       traced. A traced size that is negative or too large loses the record, and `barrier()` raises
@@ -97,11 +98,11 @@ def tap(
     on_device: consumers get jax.Arrays on the program's device, and may compute with them there. On
       a GPU the program's stream copies the value into memory of callgate, without the host and
       without a wait. The arrays own that memory. Waiting records take up to the channel's
-      `capacity` of it, plus the records that the stream has yet to reach. The consumers' thread
-      runs JAX on the device, so nothing that runs there may wait for that thread. On the CPU, and
-      with `callgate.config(engine="jax")`, callgate makes the arrays from the record's copy.
-      Channels with `batch=` or native sinks reject such records. XLA excludes these taps from its
-      CUDA graphs.
+      `capacity` of this memory; the records that the stream has yet to reach come on top. The
+      consumers' thread runs JAX on the device, so nothing that runs there may wait for that thread.
+      On the CPU, and with `callgate.config(engine="jax")`, callgate makes the arrays from the
+      record's copy. Channels with `batch=` or native sinks reject such records. XLA excludes these
+      taps from its CUDA graphs.
     kind: how dashboards and trackers show the value. "image": each leaf is `[height, width]`,
       optionally with 1, 3 or 4 channels, or a batch of these; uint8, or floats from 0 to 1. "text":
       the value is a `str`, or `uint8[bytes]` of UTF-8 with optional zeros at the end, or a tuple of

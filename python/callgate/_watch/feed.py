@@ -2,7 +2,7 @@
 """Reads streams for the live page, on a thread for each, which waits, follows and reconnects.
 
 A follower survives its stream's writer: a new writer may continue or replace the file, or serve the
-socket again. It ends when it is told to, or when a file is damaged.
+socket again. It ends when it is stopped, or when a file is damaged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and texts of a tap over time, thinned out as they get many."""
+"""Images and texts of a tap over time, thinned out as their number grows."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ _calling: list[str] = []
 
 
 class TapFunctionException(Exception):
-  """Functions of taps raised.
+  """Functions of taps have raised exceptions.
 
   Attributes:
     exceptions: all their exceptions, in order.

@@ -87,9 +87,9 @@ def buffer_callback(
     sharding: for programs over several devices, not in JAX. None or "gather" makes one call with
       whole arrays. "shard" makes a call on each device with its part of the leading dimensions. Or
       a rule, as for `callgate.gate`.
-    name: the name in programs, not in JAX. Set it to run a program of `jax.export` (with
-      `callgate.export_checks()`) in another process, which must first make a callback of that name
-      and keep it. Without a name the program runs in this process only.
+    name: the name in programs, not in JAX. Set it if another process runs your exported programs
+      (`jax.export` with `callgate.export_checks()`). That process must first make a callback of the
+      same name, and keep it. Without a name the program runs in this process only.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.

@@ -75,10 +75,11 @@ def id_tap(
 
   Args:
     func: a function that gets the pytree as NumPy arrays. Under transformations it also gets
-      `transforms`, the names in order of application: 'batch', 'jvp', 'transpose' and 'mask'. If it
-      has such parameters, it also gets `batch_dims` (with 'batch': the batched axis of each leaf of
-      `arg` and of `result`, or None) and `logical_shapes` (with 'mask': the outermost shape of each
-      leaf of `arg`). Each of `transforms` has its own, as in `transforms[0]["batch_dims"]`.
+      `transforms`, the names in order of application: 'batch', 'jvp', 'transpose' and 'mask'. If
+      the function has parameters of these names, it also gets `batch_dims` (with 'batch': the
+      batched axis of each leaf of `arg` and of `result`, or None) and `logical_shapes` (with
+      'mask': the outermost shape of each leaf of `arg`). Each name in `transforms` has those of its
+      transformation as items: `transforms[0]["batch_dims"]`.
     arg: a pytree of arrays.
     result: the pytree of arrays to return. Default: `arg`.
     logical_shape: the sizes of the valid part of padded arrays, as in `callgate.tap`. `func` gets
@@ -188,7 +189,7 @@ def outfeed_receiver(
 
 
 class outfeed_stream(contextlib.ContextDecorator):
-  """Writes tapped values to a file, in the format of the outfeed of 2020.
+  """A context manager that writes tapped values to a file, in the format of the outfeed of 2020.
 
   At the end of the block the file has all values of compiled programs in the block, and an end
   marker.

@@ -58,7 +58,7 @@ _gates: weakref.WeakValueDictionary[Any, GateCallee] = weakref.WeakValueDictiona
 
 
 class CallbackException(Exception):
-  """Functions of taps or calls raised; the text ends with the last traceback."""
+  """Functions of taps or calls have raised exceptions; the text ends with the last traceback."""
 
 
 TapFunctionException = CallbackException  # its name of 2020
@@ -81,8 +81,8 @@ def id_tap(
 ) -> Any:  # fmt: skip
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
-  Differentiation sends the primal values once; `jax.checkpoint` sends them in both passes. Reverse
-  mode sends the cotangent for a tap of a tangent, with 'transpose'.
+  Differentiation sends the primal values once; `jax.checkpoint` sends them in both passes. If the
+  tapped value is a tangent, reverse mode sends its cotangent, with 'transpose'.
 
   Args:
     tap_func: a function that gets the pytree as NumPy arrays, and the applied transformations: a

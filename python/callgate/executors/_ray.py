@@ -150,9 +150,9 @@ def ray(
     assert jax.jit(jax.vmap(square))(jnp.arange(4.0)).tolist() == [0, 1, 4, 9]
   ```
 
-  A new actor replaces one that ends. Its calls run again, as often as the gate's `retries=` allows,
-  and then fail with Ray's error. If Ray isn't initialized, this function initializes it, and the
-  executor shuts it down.
+  A new actor replaces one that ends. The calls of the ended actor run again, as often as the gate's
+  `retries=` allows, and then fail with Ray's error. If Ray isn't initialized, this function
+  initializes it, and the executor shuts it down.
 
   Args:
     actors: the number of actors. Default: the number of CPUs of the cluster.

@@ -66,9 +66,11 @@ class Sink:
 
   Args:
     every: takes each n-th record of each tap on each device. The lanes of a `vmap` count as one.
-    rate: takes at most so many of these records a second, by the time at which they were sent.
-    where: takes those of these records for which `where(record)` is True; each lane is a record. It
-      is a Python function on the channel's thread, for native sinks too.
+    rate: of the records that `every` takes, takes at most this number a second, by the times at
+      which they were sent.
+    where: of the records that `every` and `rate` take, takes those for which `where(record)` is
+      True; each lane is a record. It is a Python function on the channel's thread, for native sinks
+      too.
   """
 
   choice: Choice = Choice()

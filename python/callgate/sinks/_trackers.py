@@ -29,7 +29,7 @@ class MLflow(Tracker):
   `/max` and `/std` of its finite elements, and `/nonfinite`, the number of the others.
 
   Args:
-    experiment: the experiment's name; a new experiment is made if there is none of the name.
+    experiment: the experiment's name; it is made if it doesn't exist.
     tracking_uri: the store's folder, or a URI for MLflow.
     run_name: the run's name. Default: that of the open `run`, else a name that MLflow chooses.
     step: the path of an integer leaf with the step. Default: the record's `seq`.

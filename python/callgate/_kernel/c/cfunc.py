@@ -46,14 +46,14 @@ class COptions(KernelOptions):
       one, without `args`.
     order: "F" for column-major arrays in C (as in Fortran libraries), for all arrays or, as a dict,
       by name. callgate transposes them on the way in and out.
-    cast: True converts arguments that C takes by value as C does, from a dtype of the same or a
+    cast: True converts arguments that C takes by value, by C's rules, from a dtype of the same or a
       lesser kind. A loop's results are then no wider than its arguments.
     errors: the message for a non-zero `info` or `status`, or a dict of messages by number, with
       ">0" and "<0" for all others. `{info}` in a message becomes the number.
     pointers: a dict of addresses that `args` names: integers, objects of ctypes or cffi, capsules.
       The kernel keeps them alive.
-    vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; a loop
-      handles all lanes in one call.
+    vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; with
+      `loop`, one call handles all lanes.
     thread_safe: True lets the function run on several threads at once, for calls of several devices
       and programs, for lanes and for elements. By default calls take turns with all other kernels
       of the same shared library that are not thread-safe.
@@ -96,13 +96,14 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   - `n`, `max(1, 2 * n)`, `x.size`, `x.shape[0]`, `x.ndim`: an integer computed from shapes or
     static integers.
   - `1`, `0.5`, `'N'`: a number, text.
-  - `NULL`, or a name in `pointers`: a null pointer, an address.
+  - `NULL`: a null pointer. A name in `pointers`: its address.
   - `scratch(3 * n)`: memory for that many elements, until the call returns.
   - `info`, `status`: a number that C writes; every number other than 0 raises an error.
 
-  `x[m, n]` declares an array's lengths, as names, numbers or expressions. The call's array gives
-  each name its value, and callgate checks all lengths. If C takes a pointer to a number, callgate
-  passes one. `-> out x`, `-> status` or `-> ignored` at the end gives the use of the return value.
+  `x[m, n]` declares an array's lengths, as names, numbers or expressions. The arrays of a call give
+  these names their values, and callgate checks all lengths. If C takes a pointer to a number,
+  callgate passes one. At the end, `-> out x`, `-> status` or `-> ignored` says how callgate uses
+  the return value.
 
   Args:
     function: a function of ctypes (with argtypes and restype) or cffi, a capsule of a Cython module

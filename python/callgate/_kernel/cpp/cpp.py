@@ -40,12 +40,14 @@ class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
   """The options of `callgate.cpp`; the launch options are for `cuda_source`.
 
   Attributes:
-    thread_safe: True lets calls run at once, from several devices and programs, and the lanes of
-      vmap="each" in parallel. By default calls take turns with all kernels of the same source that
-      are not thread-safe; with `libraries` also with other kernels that link libraries.
-    cuda_source: CUDA C++ with the same kernel, for programs for CUDA. Its arrays are the C++
-      function's, in the same order, as pointers or views. A number by value in C++ is a `const T*`
-      here. Its own numbers by value are the C++ function's `cg::Attr`s of the same names.
+    thread_safe: True lets several calls run at the same time, from several devices and programs,
+      and runs the lanes of vmap="each" in parallel. By default calls take turns with all kernels of
+      the same source that are not thread-safe; with `libraries` also with other kernels that link
+      libraries.
+    cuda_source: CUDA C++ with the same kernel, for programs for CUDA. It takes the arrays of the
+      C++ function, in the same order, as pointers or views. A number that the C++ function takes by
+      value is a `const T*` here. A number that the CUDA kernel takes by value is the C++ function's
+      `cg::Attr` of the same name.
     cuda_kernel: the kernel's name in `cuda_source`, if that has several.
   """
 
@@ -92,7 +94,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   cuda_source, cuda_kernel = options.cuda_source, options.cuda_kernel
   build_options = options.building()
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
-    problem = "expected only with cuda_source=, got one without it"
+    problem = "expected these options only with cuda_source=, got one without it"
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
   made = CppKernel(options.named(known.name), source, function, build_options, options)
   building = part.BuildOptions(

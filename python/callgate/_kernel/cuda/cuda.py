@@ -86,8 +86,8 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   Args:
     source: CUDA C++17 source with the kernel. It is compiled by NVRTC, from the extra
       callgate[cuda], pip's nvidia-cuda-nvrtc or the CUDA toolkit.
-    kernel: the kernel's name, if the source has several. It has template arguments if the calls
-      don't determine them: "scale<float, 4>".
+    kernel: the kernel's name, if the source has several. Add the template arguments that the calls
+      don't determine: "scale<float, 4>".
 
   Returns:
     A `Kernel`.

@@ -33,8 +33,8 @@ class PeerOptions(DeviceOptions, KernelOptions):
     inouts: for Warp, the names of parameters that are an operand and a result in the same memory.
     zeroed: for Warp, the flat positions of the results that are set to zero before the launch, for
       kernels that add to them.
-    arch: for Warp, the devices to compile programs for CUDA for, if the process has no device:
-      "sm_90", 90, or several. Default: PTX, which the driver compiles.
+    arch: for Warp, the GPU architectures to compile for, if the process has no GPU: "sm_90", 90, or
+      several. Default: PTX, which the driver compiles.
   """
 
   arg_spec: Sequence[str] | None = option(None, check.strings)

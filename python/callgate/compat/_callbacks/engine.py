@@ -3,7 +3,7 @@
 
 The functions made here behave as `pure_callback_impl` of `jax/_src/callback.py`, without the 30 µs
 of `jax.device_put`'s Python code. They run on any of XLA's threads, with the GIL held, several at
-once. `benchmarks/` shows every tenth of a microsecond in them.
+once. They are so short that `benchmarks/` shows a tenth of a microsecond more.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ def install() -> None:
   exceptions stay as in JAX. Programs no longer wait for the two debug callbacks;
   `jax.effects_barrier()` waits for them and raises their errors.
 
-  JAX compiles functions that were jitted before again when you next call them. Compiled objects
-  that you hold (`jit(f).lower(x).compile()`), and programs that another thread is compiling, keep
-  their engine. Calling it again has no effect.
+  Functions that you have called before are compiled again at their next call. Compiled objects that
+  you hold (`jit(f).lower(x).compile()`), and programs that another thread is compiling, keep their
+  engine. Calling it again has no effect.
 
   Example:
     >>> import callgate as cg, jax, numpy as np
