@@ -121,20 +121,15 @@ class CheckError(GateError, AssertionError):
   _page = ""
 
   def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
-    self.message = message
-    self.values = values
-    self.at(site)
+    self.message, self.values, self.site = message, values, ""
+    set_site(self, site)
 
-  def at_first(self, site: str) -> None:
-    """Sets where the check was traced, unless that is known."""
-    if not self.site:
-      self.at(site)
 
-  def at(self, site: str) -> None:
-    """Sets where the check was traced."""
-    self.site = site
-    shown = "".join(f"\n  {name} = {value}" for name, value in self.values.items())
-    self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
+def set_site(error: CheckError, site: str) -> None:
+  """Sets where an error's check was traced, also in the error's text."""
+  error.site = site
+  shown = "".join(f"\n  {name} = {value}" for name, value in error.values.items())
+  error.args = (f"{error.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
 
 
 class VerifyError(GateError, AssertionError):
@@ -172,7 +167,7 @@ class LossError(Exception):
 
   lost: int
 
-  def takes(self, later: BaseException) -> bool:
+  def _takes(self, later: BaseException) -> bool:
     """Returns True if this error also counts a later one with the same text."""
     raise NotImplementedError
 
@@ -186,13 +181,14 @@ class ConsumerError(GateError):
   """
 
   def __init__(self, said: str, lost: int = 0) -> None:
-    self.said = said
-    self.count(lost)
+    self.said, self.lost = said, 0
+    set_lost(self, lost)
 
-  def count(self, lost: int) -> None:
-    """Sets the number of lost records in the message."""
-    self.lost = lost
-    self.args = (self.said + (f"; {lost} record(s) lost so far" if lost else ""),)
+
+def set_lost(error: ConsumerError, lost: int) -> None:
+  """Sets an error's number of lost records, also in the error's text."""
+  error.lost = lost
+  error.args = (error.said + (f"; {lost} record(s) lost so far" if lost else ""),)
 
 
 class ProcessError(GateError, RuntimeError):

@@ -14,7 +14,14 @@ from collections.abc import Sequence
 
 from callgate._core import foreign, handlers, registry
 from callgate._core import kept as _kept
-from callgate._core.errors import CheckError, ConsumerError, KernelError, LossError
+from callgate._core.errors import (
+  CheckError,
+  ConsumerError,
+  KernelError,
+  LossError,
+  set_lost,
+  set_site,
+)
 
 # The prefix of callees of JAX's own callbacks (callgate.install).
 JAX_CALLBACK = "jax:"
@@ -40,8 +47,8 @@ def describe_failure(
     number = _kept.keep(exception, run, thread)
     text = foreign.traceback_of(exception)
     return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
-  if foreign.is_a(exception, CheckError):
-    exception.at_first(site)
+  if foreign.is_a(exception, CheckError) and not exception.site:
+    set_site(exception, site)
   if getattr(registry.get(gate), "kind", "") == "feed":
     return _describe(exception, f"feed '{gate}'", site, run, thread, once=True)
   what = f"gate '{gate}'" + (f" in {lane}" if lane else "") + (f" on {shard}" if shard else "")
@@ -188,7 +195,9 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
 
   def takes(one: _kept.KeptError) -> bool:
     kept = one.exception
-    return kept is not error and foreign.is_a(kept, LossError) and kept.takes(error)
+    if kept is error or not foreign.is_a(kept, LossError):
+      return False
+    return kept._takes(error)  # pyright: ignore[reportPrivateUsage]
 
   if _kept.find_consumers(takes) is None and _kept.keep_consumers(error, where):
     foreign.add_note(error, where)  # without a lock: the class may run any code
@@ -205,7 +214,7 @@ def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) 
     error = one.exception
     if one.consumer != where or not isinstance(error, ConsumerError) or error.said != message:
       return False
-    error.count(lost)
+    set_lost(error, lost)
     return True
 
   if _kept.find_consumers(counts) is None:

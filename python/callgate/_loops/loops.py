@@ -36,6 +36,7 @@ from callgate._loops.progress import (
   marked,
   options_of,
   undecorated,
+  with_total,
   wrapped,
 )
 from callgate._loops.steps import (
@@ -133,7 +134,7 @@ def scan(
   if save is not None:
     last, ys = _saved_scan(save, f, init, *arguments, bar=bar, ends=ends)
   elif in_chunks and (steps := _length(xs, length)):
-    size, mark = chunks.size_of(steps), Mark.of(bar and bar.of_steps(steps))
+    size, mark = chunks.size_of(steps), Mark.of(bar and with_total(bar, steps))
     body, step = wrapped(chunks_of, f, mark, ends, size, reverse, unroll)
     last, ys = chunks.scan(body, step, ends.first_state(init), xs, steps, reverse, unroll)
   else:

@@ -92,9 +92,10 @@ class Progress:
     if self.style == "rich":
       extras.library("rich", "rich", "rich", by="Progress: style='rich'")
 
-  def of_steps(self, steps: int) -> Progress:
-    """Returns the options with a known total, unless they have one."""
-    return self if self.total is not None or self.at else dataclasses.replace(self, total=steps)
+
+def with_total(bar: Progress, steps: int) -> Progress:
+  """Returns a bar's options with the total `steps`, unless they have a total or `at`."""
+  return bar if bar.total is not None or bar.at else dataclasses.replace(bar, total=steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,7 +256,7 @@ class Channel(Uncopied):
     finally:
       for one in self._consumers:
         if one.runs_natively:  # the runtime has closed the sink
-          getattr(one.given, "left", lambda: None)()
+          getattr(one.given, "_release", lambda: None)()
       _part.tell("channel closed", self.name)
 
 
@@ -281,7 +281,8 @@ def channel(
   ```
 
   The end of the block waits for running programs, delivers every record and closes the consumers.
-  While no channel of a name is open, up to 1 MiB of records wait for the next one.
+  While no channel of a name is open, up to 1 MiB of records wait for the next one; callgate drops
+  and counts later records (`channel_stats`).
 
   Args:
     name: the name that taps send to. Only one channel of a name may be open.

@@ -41,13 +41,11 @@ class SinkError(LossError, GateError, RuntimeError):
     super().__init__(message)
     self.lost, self._said = lost, message
 
-  def count(self, lost: int, so_far: int) -> None:
-    """Sets the number of its records; the message also gets how many the sink has lost so far."""
-    self.lost = lost
-    self.args = (self._said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
+  def _takes(self, later: BaseException) -> bool:
+    """Adds the records of a later error, and returns True, if that error repeats this one.
 
-  def takes(self, later: BaseException) -> bool:
-    """True if a later error repeats this one, as a full disk's does for batch after batch."""
+    A full disk's error repeats for batch after batch.
+    """
     if not isinstance(later, SinkError) or later._said != self._said:
       return False
     self.lost += later.lost
@@ -208,10 +206,12 @@ class LibrarySink(OwnedSink):
     with self._naming("cannot write", errors):
       self._commit()
     if errors:
-      lost = sum(error.lost for error in errors)
+      first, lost = errors[0], sum(error.lost for error in errors)
       self._lost += lost
-      errors[0].count(lost, self._lost)
-      raise errors[0]
+      first.lost = lost
+      if self._lost:
+        first.args = (f"{first}; {self._lost} record(s) lost so far",)
+      raise first
 
   def flush(self) -> None:
     if self._channel is not None and os.getpid() == self._process:

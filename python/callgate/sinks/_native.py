@@ -69,8 +69,8 @@ class NativeSink(OwnedSink):
     except ValueError as error:
       raise self._error(str(error)) from None
 
-  def left(self) -> None:
-    """The channel has closed `native`: another channel may open the sink."""
+  def _release(self) -> None:
+    """Lets another channel open the sink, after its channel has closed `native`."""
     self._channel = None
 
   def flush(self) -> None:
@@ -78,7 +78,7 @@ class NativeSink(OwnedSink):
       self._writer.flush()
 
   def close(self) -> None:
-    self.left()
+    self._release()
     if os.getpid() == self._process:
       self._writer.close()
 

@@ -45,9 +45,9 @@ def test_an_exception_is_the_same_in_a_pickle_and_a_copy(kind: Any, copied: Any)
   assert again.__notes__[-1] == "where"
 
 
-def test_a_copy_of_an_error_can_be_told_its_site() -> None:
+def test_a_copy_of_an_error_can_get_its_site() -> None:
   again = pickle.loads(pickle.dumps(cg.CheckError("no", {"x": np.ones(2)})))
-  again.at("train.py:3")
+  errors.set_site(again, "train.py:3")
   assert str(again) == "no\n  x = [1. 1.]\n  checked at train.py:3"
 
 
