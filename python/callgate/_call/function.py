@@ -205,6 +205,11 @@ class ArrayFunction(Portable[Any], Generic[P, R]):
       AssertionError: a result differs; the message has NumPy's table of mismatches.
       GateDefinitionError: `like` is missing, or returns another structure, shape or dtype.
     """
+    self._check(args, kwargs, rtol, atol)
+
+  def _check(
+    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rtol: float, atol: float
+  ) -> None:
     label = self._core.label
     if self._core.like is None:
       raise GateDefinitionError(f"{label}: check() needs like=, the reference to compare with")

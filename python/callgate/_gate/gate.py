@@ -82,17 +82,17 @@ class Gate(ArrayFunction[P, R]):
       self._core.look_for_owner(owner)
     return self if instance is None else BoundMethod(self, instance)
 
-  def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
+  def _check(
+    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rtol: float, atol: float
+  ) -> None:
     try:
-      super().check(*args, rtol=rtol, atol=atol, **kwargs)
+      super()._check(args, kwargs, rtol, atol)
     except Exception as error:
       owners = self._core.live_owners
       if owners and not self._core.is_of_object(args):
         call = f"{owners[0].__name__}.{getattr(self, '__name__', 'method')}.check(object, ...)"
         foreign.add_note(error, f"callgate: pass the method's object as the first argument: {call}")
       raise
-
-  check.__doc__ = ArrayFunction.check.__doc__
 
   def start(self, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Starts an asynchronous call, inside or outside jit; the program doesn't wait for it.

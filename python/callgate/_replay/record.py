@@ -37,6 +37,7 @@ class Recording(Block):
 
   @property
   def count(self) -> int:
+    """The number of recorded calls so far."""
     return 0 if self._file is None else self._file.count
 
   def _begin(self) -> None:

@@ -50,6 +50,7 @@ class Replay(Block):
 
   @property
   def left(self) -> int:
+    """The number of recorded calls that no call has asked for."""
     return self._answers.left
 
   def _begin(self) -> None:

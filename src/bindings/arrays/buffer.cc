@@ -345,8 +345,10 @@ void bind_buffer(nb::module_& module) {
           "shape", [](const Buffer& b) { return tuple_of(b.dims); },
           "The shape; the memory layout is dense and row-major.")
       .def_prop_ro("dtype", &dtype_of, "The NumPy or ml_dtypes dtype.")
-      .def_prop_ro("ndim", [](const Buffer& b) { return b.dims.size(); })
-      .def_prop_ro("size", [](const Buffer& b) { return b.view.size(); })
+      .def_prop_ro(
+          "ndim", [](const Buffer& b) { return b.dims.size(); }, "The number of dimensions.")
+      .def_prop_ro(
+          "size", [](const Buffer& b) { return b.view.size(); }, "The number of elements.")
       .def_prop_ro(
           "nbytes", [](const Buffer& b) { return b.view.nbytes(); },
           "The size in XLA's memory in bytes; packed sub-byte types round up to a whole byte.")
@@ -357,7 +359,9 @@ void bind_buffer(nb::module_& module) {
           "XLA's CUDA stream as an integer, numbered as in `__cuda_array_interface__`; 0 on the "
           "CPU.")
       .def_ro("readonly", &Buffer::readonly, "True for inputs, False for results.")
-      .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly; })
+      .def_prop_ro(
+          "writeable", [](const Buffer& b) { return !b.readonly; },
+          "True for results, False for inputs.")
       .def("__array__", &array, nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none())
       .def_prop_ro("_exports", [](const Buffer& b) -> int { return b.exports; })
       .def("_detach", [](Buffer& b) { return number_of(b.detach()); })

@@ -198,7 +198,9 @@ void bind_context(nb::module_& module) {
   nb::class_<Context>(module, "Context",
                       "The first argument of a style=\"context\" gate: the device, the stream and "
                       "the shard of a call.")
-      .def_prop_ro("stage", [](const Context&) { return Stage::kExecute; })
+      .def_prop_ro(
+          "stage", [](const Context&) { return Stage::kExecute; },
+          "The call's stage in XLA, always `ExecutionStage.EXECUTE`.")
       .def_prop_ro("stream", &stream_number,
                    "XLA's CUDA stream as an integer (a CUstream); 0 on the CPU.")
       .def(
