@@ -132,7 +132,8 @@ class Writer:
           (_, number), _ = self._unfinished.popitem()
           self._unfinished.clear()
           raise RuntimeError(
-            f"{self._folder}: the checkpoint of step {number} is incomplete, because {why}"
+            f"{self._folder}: the checkpoint of step {number} is incomplete, because {why}; run "
+            "the program again with resume=True, which takes the newest complete checkpoint"
           )
       if self._unfinished:
         time.sleep(0.02)

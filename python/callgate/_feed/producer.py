@@ -334,8 +334,10 @@ class Producer:
         waited = True
         # The end of the process wakes it without an item, and limits its patience from then on.
         if not self._changed.wait(self._patience) and self._patience is not None:
-          none = f"the process is ending, and no item arrived within {self._patience:g} s"
-          raise GateError(f"feed '{self.name}': {none}")
+          raise GateError(
+            f"feed '{self.name}': the process is ending, and no item arrived within "
+            f"{self._patience:g} s; call callgate.barrier() before the process ends"
+          )
     finally:
       self._note_waiting(-1)
 

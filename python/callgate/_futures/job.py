@@ -144,7 +144,8 @@ class Job:
     if not self._is_done(interrupts):
       raise GateTimeoutError(
         f"{self.label}, started at {self.place}, has run longer than its timeout of "
-        f"{self.timeout:g} s; the program waits for it at {place}"
+        f"{self.timeout:g} s; the program waits for it at {place}; increase "
+        "timeout= if the call needs longer"
       )
     with _lock:
       _open.discard(self)

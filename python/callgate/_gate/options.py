@@ -183,7 +183,10 @@ def _check_place(label: str, made: "GateOptions") -> None:
       "whose calls run once"
     )
   if made.command_buffer and place is not XLA:
-    raise GateDefinitionError(f"{at}: expected command_buffer=False")
+    raise GateDefinitionError(
+      f"{label}: command_buffer=True: expected run_on='xla', got run_on={made.run_on!r}; a CUDA "
+      "graph has only calls on XLA's thread"
+    )
   if place.is_here:
     return
   check.choice(label, f"run_on={made.run_on!r}: arrays", made.arrays, place.arrays)

@@ -97,16 +97,16 @@ def _first(jaxprs: Sequence[Any], holds: Callable[[BoundCall], Any]) -> str:
 
 
 _RUNS_TWICE = (
-  "a while_loop with {}, of effect 'io' or 'ordered', was linearized, and carries a tangent: the "
-  "gate would run again for each tangent. Use jax.jvp or jax.lax.scan, or move the call out of the "
-  "loop. A gate that has no effect takes effect='pure'"
+  "JAX linearizes a while_loop that carries a tangent and calls {}, of effect 'io' or 'ordered': "
+  "the gate would run again for each tangent. Use jax.jvp or jax.lax.scan, or move the call out of "
+  "the loop. If the gate has no effect, declare effect='pure'"
 )
 
 
 _KEEPS = (
-  "a while_loop with {}, a call on a named thread or with an object, was linearized under "
-  "jax.checkpoint or with a tap in it, and carries a tangent: JAX would keep the results of "
-  "every step of the loop. Use jax.jvp or jax.lax.scan, or move the call out of the loop"
+  "JAX linearizes, under jax.checkpoint or with a tap in it, a while_loop that carries a tangent "
+  "and calls {}, on a named thread or with an object: JAX would keep the results of every step of "
+  "the loop. Use jax.jvp or jax.lax.scan, or move the call out of the loop"
 )
 
 

@@ -112,11 +112,12 @@ class ObjectGate(RemoteGate):
         where = one.value.where() if isinstance(one.value, RemoteObject) else "this process"
         raise HandleError(
           f"{self.label}: expected objects of {self.workers!r}, got object #{one.number}, made "
-          f"by {one.maker}, which lives in {where}"
+          f"by {one.maker}, which lives in {where}; make and use an object with the same run_on="
         )
     if len({one.value.worker for one in held}) > 1:
       raise HandleError(
-        f"{self.label}: expected objects that live in one worker, got {_shown(held)}"
+        f"{self.label}: expected objects that live in one worker, got {_shown(held)}; hold them in "
+        "one object, or use callgate.workers(1)"
       )
     return held
 
@@ -145,7 +146,9 @@ class ObjectGate(RemoteGate):
     if how["pid"] > 0:
       who += f" (process {how['pid']}), which {how_ended(how)}"
     return ended(
-      f"{self.label}: object #{held.number}, made by {held.maker}, was lost with {who}", how
+      f"{self.label}: object #{held.number}, made by {held.maker}, was lost with {who}; make it "
+      "again",
+      how,
     )
 
 

@@ -161,7 +161,7 @@ class ExecutorGate(RemoteGate):
     except queue.Empty:
       raise GateTimeoutError(
         f"{self.label} has run longer than its timeout, {self.timeout:g} s, on "
-        f"{type(self.executor).__name__}"
+        f"{type(self.executor).__name__}; increase timeout= if the call needs longer"
       ) from None
 
   def _take(

@@ -131,7 +131,7 @@ class WorkerGate(RemoteGate):
     if kind == "overdue":
       return GateTimeoutError(
         f"{self.label} {call} has run longer than its timeout, {self.timeout:g} s, on {who}, "
-        f"which was killed{_quoted(said)}"
+        f"which was killed; increase timeout= if the call needs longer{_quoted(said)}"
       )
     how = how_ended(what)
     begin = "could not start: it " if kind == "not started" else ""

@@ -231,7 +231,8 @@ class Run(Stays):
       several.store.put(key, str(files.make_folder(self._above, self.name)))
     while (folder := several.store.get(key, several.look_seconds)) is None:
       if several.index in several.ended() or 0 in several.ended():
-        raise GateError("run: expected process 0 to make the folder, but it has ended")
+        ended = "but it has ended; its own output has the reason"
+        raise GateError(f"run: expected process 0 to make the folder, {ended}")
     return Path(folder)
 
   def _note_alert(self, one: alert.Alert) -> None:

@@ -166,6 +166,6 @@ def test_a_loop_whose_results_jax_would_keep_is_refused_by_name(around: Any) -> 
 
   assert jax.jvp(around(loop), (2.0,), (1.0,))[1] == 4 * 2.0**3
   with pytest.raises(
-    cg.GateDefinitionError, match=r"gate '.*', a call on a named thread.* was linearized"
+    cg.GateDefinitionError, match=r"JAX linearizes, .* calls gate '.*', on a named thread"
   ):
     jax.linearize(around(loop), 2.0)

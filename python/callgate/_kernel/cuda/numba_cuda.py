@@ -53,7 +53,9 @@ class NumbaCudaKernel(NamedKernel):
     for declared in (declared for _, declared, _ in built if declared != have):
       fault = f"expected a kernel by Numba with parameters of {have} bytes, got {declared}"
       raise CompileError(
-        f"{self.label}: {fault}; callgate doesn't support this version of numba-cuda", ""
+        f"{self.label}: {fault}; callgate doesn't support this version of numba-cuda. "
+        "pip install 'callgate[numba-cuda]' installs one that it supports",
+        "",
       )
     grid, block, dynamic = (
       evaluated(self.label, option, getattr(given, option), call)

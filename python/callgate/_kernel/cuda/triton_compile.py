@@ -160,7 +160,8 @@ def compile_for(
   if sizes not in [wanted + [8] * more for more in range(3)]:
     fault = f"expected a kernel by Triton {triton.__version__} with parameters of {wanted}"
     more = (
-      f"bytes and at most two more pointers, got {sizes}; callgate doesn't support this version"
+      f"bytes and at most two more pointers, got {sizes}; callgate doesn't support this version. "
+      "pip install 'callgate[triton]' installs one that it supports"
     )
     raise CompileError(f"{label}: {fault} {more}", "")
   cluster = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)

@@ -185,7 +185,8 @@ class WarpKernel(CpuKernel, launch.CudaPart):
       if sizes != (have := [len(p.data) for p in parameters]):
         fault = f"expected a kernel by Warp with parameters of {have} bytes, got {sizes}"
         raise GateDefinitionError(
-          f"{self.label}: {fault}; callgate doesn't support this version of Warp"
+          f"{self.label}: {fault}; callgate doesn't support this version of Warp. "
+          "pip install 'callgate[warp]' installs one that it supports"
         )
     launched = launch.Launch(built[0].entry, grid, block, parameters, max(b.shared for b in built))
     images = tuple(b.image for b in built)
