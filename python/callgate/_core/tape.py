@@ -2,8 +2,9 @@
 """Reports calls that Python makes by itself to `callgate.record` and `callgate.replay`.
 
 The runtime reports the calls that programs make to the tape, a function of `_replay`
-(src/bindings/gate/tape.h). JAX's own callbacks, makers of host objects, and a feed's `next` outside
-programs report their calls here, in the same form.
+(src/bindings/gate/tape.h). Three kinds of calls report here instead, in the same form: gates that
+run through JAX's callbacks (`config(engine="jax")`), makers of host objects, and `next(feed)`
+outside programs.
 """
 
 from __future__ import annotations
