@@ -22,9 +22,9 @@ from benchmarks.peers import adapters, raw_cuda
 
 LOOP = "loop only (one addition)"
 SCALAR, DEBUG = "callgate tap, f32 scalar", "jax debug.callback, f32 scalar"
-EXTRA = "tap of a scalar less the loop"
-PLAIN, TAPPED = "a step of matrix products", "the same with a tap of 64 MiB"
-DEBUGGED = "the same with debug.callback of 64 MiB"
+EXTRA = "callgate tap, f32 scalar, minus the loop"
+PLAIN, TAPPED = "a step of matrix products", "a step of matrix products with a tap of 64 MiB"
+DEBUGGED = "a step of matrix products with debug.callback of 64 MiB"
 DELIVERED, COPIED = "tap of 64 MiB, until delivered", "pinned copy of 64 MiB"
 TARGETS = (
   harness.Target("a tap's host time, microseconds", EXTRA, at_most=2.0),
@@ -60,7 +60,7 @@ def run(options: harness.Options) -> harness.Report:
   ]
   rows += harness.measure(large, rounds=options.rounds_or(20))
   raw_cuda.room(0)
-  title = "One tap on a GPU, as the program pays for it"
+  title = "The cost of one tap to the program, on a GPU"
   report = harness.Report("cuda_taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick)
   report.references = {TAPPED: PLAIN, DEBUGGED: PLAIN, DELIVERED: COPIED}
   report.settings = {"large_bytes": 4 * floats, "steps": steps, "products": products}

@@ -31,7 +31,7 @@ EAGER, EAGER_CALLBACK = "eager call: callgate gate", "eager call: jax pure_callb
 MANY, SINES = "100 calls, new program: callgate gate", "100 calls, new program: jnp.sin"
 SPLIT = "one more call of a split array, compiled: callgate gate"
 RESIDENT = "resident memory of import and first gate, beyond import jax and jnp.sin"
-RESIDENT_CALLBACK = "the same of a first jax pure_callback"
+RESIDENT_CALLBACK = "resident memory of a first jax pure_callback, beyond import jax and jnp.sin"
 
 TARGETS = (
   harness.Target("an eager gate, microseconds", EAGER, at_most=25.0),

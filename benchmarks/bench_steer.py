@@ -29,7 +29,7 @@ PLAIN = "loop only (one addition)"
 KNOB = "callgate knob, read"
 STOP = "callgate stop_requested"
 BREAKPOINT = "callgate breakpoint that does not stop"
-BREAKPOINT_OUT = "the same, with a value that comes back"
+BREAKPOINT_OUT = "callgate breakpoint that does not stop, with a result"
 OFF = "callgate check, switched off"
 SAVE = "callgate Checkpoints, a step that saves nothing"
 SAVED = "callgate Checkpoints, 4 KiB saved in each step"
@@ -41,7 +41,7 @@ PEER = "jax pure_callback that reads a number"
 
 TARGETS = (
   harness.Target("a read of a knob, microseconds", KNOB, at_most=0.15),
-  harness.Target("a look for a stop, microseconds", STOP, at_most=0.15),
+  harness.Target("stop_requested(), microseconds", STOP, at_most=0.15),
   harness.Target("pure_callback over a read", PEER, KNOB, at_least=100.0),
 )
 

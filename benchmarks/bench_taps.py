@@ -80,7 +80,7 @@ def run(options: harness.Options) -> harness.Report:
     harness.Contestant(TEN, functools.partial(_step, _ten_taps, options.pick(32, 1))),
   ]
   rows += harness.measure(steps, rounds=options.rounds_or(200))
-  title = "One tap, in a compiled loop, as the program pays for it"
+  title = "The cost of one tap to the program, in a compiled loop"
   references = {MIB4: COPY, COPY: COPY, PLAIN: PLAIN, TEN: PLAIN}
   return harness.Report(
     "taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick, references=references

@@ -122,7 +122,7 @@ CHARTS = {
     ),
   ),
   "taps": Chart(
-    "An f32 scalar out of a compiled loop, as the program pays for it",
+    "An f32 scalar out of a compiled loop: the cost to the program",
     (
       ("taps", "callgate tap, f32 scalar", "callgate tap"),
       ("taps", "callgate check that holds", "callgate check that holds"),

@@ -60,7 +60,8 @@ GPU_SUMMARY = (
   ("a scalar streamed out, the loop included", "cuda_taps", "jax debug.callback, f32 scalar",
    "callgate tap, f32 scalar"),
   ("64 MiB streamed out of a step of matrix products, the step included", "cuda_taps",
-   "the same with debug.callback of 64 MiB", "the same with a tap of 64 MiB"),
+   "a step of matrix products with debug.callback of 64 MiB",
+   "a step of matrix products with a tap of 64 MiB"),
   ("a kernel launch in a CUDA graph, by jax-triton or `cg.cuda`", "cuda_kernels",
    "jax-triton, in a CUDA graph", "callgate.cuda, in a CUDA graph"),
 )  # fmt: skip
@@ -130,7 +131,7 @@ LEDGER = (
    "check of 1,024 lanes that holds, microseconds", HANDLER),
   ("`vmap` on one thread over two", "x", "1.97", "kernels", "vmap on one thread over two", None),
   ("a read of a knob", "us", "", "steer", "a read of a knob, microseconds", HANDLER),
-  ("a look for a stop", "us", "", "steer", "a look for a stop, microseconds", HANDLER),
+  ("`cg.stop_requested()`", "us", "", "steer", "stop_requested(), microseconds", HANDLER),
   ("`import callgate`", "ms", "21", "import", "import callgate beyond import jax, milliseconds",
    None),
   ("`cg.scan(stoppable=True)` over `lax.scan`, step of 1 µs", "x", "", "tools",
