@@ -66,7 +66,8 @@ leaves out:
 - outside `jit`, in `cond`, with `jit` in `jit`, and compiled ahead of time;
 - in several threads, and with 40 executions in flight;
 - in functions that were jitted before callgate was imported, and in functions that are redefined;
-- at the end of the process: programs in flight finish silently, or by their uncaught error;
+- at the end of the process: programs in flight finish without an error, or end with their uncaught
+  exception;
 - in the next process, which finds the program in JAX's persistent cache.
 
 """
