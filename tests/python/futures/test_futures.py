@@ -54,7 +54,7 @@ def test_messages_call_a_started_gate_a_gate() -> None:
   loop = lambda x: jax.lax.while_loop(
     lambda c: c[1] < 2, lambda c: (c[0] * start(c[0]), c[1] + 1), (x, 0)
   )[0]
-  said = r"a while_loop with gate 'score\.start', of effect .* move the call out of the loop"
+  said = r"calls gate 'score\.start', of effect .* move the call out of the loop"
   with pytest.raises(cg.GateDefinitionError, match=said):
     jax.linearize(loop, 1.0)
   report = str(cg.explain(jax.jit(start), 1.0))
