@@ -6,11 +6,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from callgate import _attach, _names
+from callgate import _jax
+
+with _jax.needs_its_versions():
+  from callgate import _attach, _names
+
+  _attach.start()
 
 # Each name is imported on first use, from the module in `_names`; `__init__.pyi` has the types.
 __all__ = [*_names.MODULES, "executors", "sinks"]  # noqa: F822  # pyright: ignore[reportUnsupportedDunderAll]
-_attach.start()
 
 
 def __getattr__(name: str) -> Any:

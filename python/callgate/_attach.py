@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _part
+from callgate import _callgate, _jax, _part
 from callgate._core import dtypes, effects
 from callgate._jax import collected, cpp_path, dispatch, early, partitioner
 from callgate._runtime import config, targets
@@ -35,7 +35,8 @@ def load() -> None:
     collects = gc.isenabled()
     gc.disable()  # a full collection of JAX's objects takes as long as the import
     try:
-      module = importlib.import_module("callgate._start")
+      with _jax.needs_its_versions():
+        module = importlib.import_module("callgate._start")
     finally:
       if collects:
         gc.enable()
