@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from callgate import _jax
+from callgate._jax import versions
 
-with _jax.needs_its_versions():
+with versions.needs_its_versions():
   from callgate import _attach, _names
 
   _attach.start()

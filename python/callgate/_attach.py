@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _jax, _part
+from callgate import _callgate, _part
 from callgate._core import dtypes, effects
-from callgate._jax import collected, cpp_path, dispatch, early, partitioner
+from callgate._jax import collected, cpp_path, dispatch, early, partitioner, versions
 from callgate._runtime import config, targets
 
 
@@ -35,7 +35,7 @@ def load() -> None:
     collects = gc.isenabled()
     gc.disable()  # a full collection of JAX's objects takes as long as the import
     try:
-      with _jax.needs_its_versions():
+      with versions.needs_its_versions():
         module = importlib.import_module("callgate._start")
     finally:
       if collects:

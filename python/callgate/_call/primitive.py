@@ -28,7 +28,7 @@ from callgate._call.site import (
 )
 from callgate._core import effects, names
 from callgate._core.levels import Level, encode_levels, number_of_lane
-from callgate._jax import compiling, cpp_path, dispatch, execution, lowering, tracing
+from callgate._jax import compiling, cpp_path, dispatch, execution, lowering, sources, tracing
 from callgate._jax.batching import always_batched
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
@@ -47,7 +47,8 @@ def bind(*operands: Any, call: BoundCall) -> Sequence[Any]:
   gate = call.gate
   of_mesh = gate.collective or callable(gate.sharding)
   primitive = lanes_gate_p if gate.lane_rule else mesh_gate_p if of_mesh else gate_p
-  return primitive.bind(*tracing.vary_alike(gate.label, operands), call=call)
+  with sources.users_line_kept():
+    return primitive.bind(*tracing.vary_alike(gate.label, operands), call=call)
 
 
 def bind_in_lane(operands: Sequence[Any], call: BoundCall, lane: Any, size: int) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from jax._src.lib import xla_client
 from jax.interpreters import mlir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
+import callgate as cg
 from callgate._jax import callbacks, compiling, execution, lowering, partitioner, sources, tracing
 from callgate._sharding.rules import Rule
 
@@ -146,6 +147,42 @@ def test_a_shared_program_says_that_its_line_is_the_first() -> None:
 
   (eqn,) = jax.make_jaxpr(double)(X).eqns
   assert sources.source_of(eqn).endswith("double (the first such call outside of jax.jit))")
+
+
+DIRECT: dict[str, Callable[[Any], Any]] = {
+  "map": lambda gate: jax.lax.map(gate, X),
+  "cond": lambda gate: jax.lax.cond(X[0] < 9, gate, jnp.sin, X),
+  "while_loop": lambda gate: jax.lax.while_loop(lambda x: x[0] < 9, gate, X),
+  "checkpoint": lambda gate: jax.jit(jax.checkpoint(gate))(X),
+  "jit": lambda gate: jax.jit(gate)(X),
+}
+
+
+@pytest.mark.parametrize("rules", [False, True])
+@pytest.mark.parametrize("caller", DIRECT)
+def test_a_gate_that_jax_calls_itself_has_the_users_line(caller: str, rules: bool) -> None:
+  @cg.gate(out=lambda x: x)
+  def failing(x: Any) -> Any:
+    raise ValueError("no")
+
+  if rules:
+    failing.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+  call = DIRECT[caller]
+  with pytest.raises(ValueError, match="no") as caught, cg.errors():
+    jax.block_until_ready(call(failing))
+  line = f'called at File "{__file__}", line {call.__code__.co_firstlineno}, in <lambda>'
+  (note,) = (note for note in caught.value.__notes__ if "called at" in note)
+  exact = caller == "jit" and not rules
+  assert note.endswith(line if exact else f"{line} (the first such call)")
+
+
+def test_a_line_that_jax_has_stays() -> None:
+  def double(x: Any) -> Any:
+    with sources.users_line_kept():
+      return x * 2
+
+  (eqn,) = jax.make_jaxpr(double)(X).eqns
+  assert sources.source_of(eqn).endswith(".<locals>.double)")
 
 
 def _here() -> str:
