@@ -62,6 +62,9 @@ class KeptError:
 _store: collections.OrderedDict[int, KeptError] = collections.OrderedDict()
 # Claimed failures, by id. Guarded by _lock; at most _LIMIT_IN_BLOCKS entries.
 _let_go: collections.OrderedDict[int, None] = collections.OrderedDict()
+# Programs' errors that the user's code got from JAX: their ids, or texts without an id. Guarded by
+# _lock; at most _LIMIT entries.
+_seen: collections.OrderedDict[int | str, None] = collections.OrderedDict()
 # For each open block, the first id of a failure in it. Guarded by _lock, but for the end of a
 # block, which is a single step; emptied by the end of each block.
 blocks: list[int] = []
@@ -194,6 +197,19 @@ def newest_first() -> list[KeptError]:
 def is_claimed(number: int) -> bool:
   """Returns True if a caller has got it."""
   return number in _let_go or ((kept := _store.get(number)) is not None and kept.claimed)
+
+
+def see(error: BaseException) -> None:
+  """Remembers that JAX raises a program's error in the user's code."""
+  with _lock:
+    _seen[id_in(str(error)) or str(error)] = None
+    if len(_seen) > _LIMIT:
+      _seen.popitem(last=False)
+
+
+def is_seen(error: BaseException) -> bool:
+  """Returns True if JAX raised this error in the user's code, or another of the same program."""
+  return (id_in(str(error)) or str(error)) in _seen
 
 
 def enter_block() -> int:

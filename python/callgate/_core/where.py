@@ -75,6 +75,14 @@ def users_stack() -> Stack:
   return tuple(reversed(found[:_MOST_FRAMES]))
 
 
+def is_users_call() -> bool:
+  """Returns True if the user's code called the function that runs, or JAX's around it."""
+  frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+  while frame is not None and frame.f_code.co_filename.startswith(_JAXS):
+    frame = frame.f_back
+  return frame is None or not frame.f_code.co_filename.startswith(_OWN)
+
+
 def frames() -> Iterator[FrameType]:
   """Yields the running frames, beginning with the innermost of the user's code."""
   frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]

@@ -130,7 +130,7 @@ _of_parent: list[list[Any]] = []
 def wait(thread: int | None = None) -> None:
   """Waits for the programs of a thread, or of all threads, on the C++ path.
 
-  `take_failure` returns their errors in the thread that dispatched them.
+  `take_failures` returns their errors in the thread that dispatched them.
   """
   alive = {one.ident for one in threading.enumerate()} if _signs else ()
   for key, sign in list(_signs.items()):
@@ -143,17 +143,17 @@ def wait(thread: int | None = None) -> None:
       _forget(key, sign)
 
 
-def take_failure() -> BaseException | None:
-  """Waits for this thread's programs; returns the error of the first that failed."""
-  failure: BaseException | None = None
+def take_failures() -> list[BaseException]:
+  """Waits for this thread's programs; returns the errors of those that failed."""
+  failures: list[BaseException] = []
   thread = threading.get_ident()
   for key, sign in [item for item in list(_signs.items()) if item[0][0] == thread]:
     try:
       sign.block_until_ready()
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
-      failure = failure or error
+      failures.append(error)
     _forget(key, sign)
-  return failure
+  return failures
 
 
 def _unload(executable: int, user: weakref.ref[Any]) -> None:

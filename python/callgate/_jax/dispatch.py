@@ -48,14 +48,16 @@ def remember_effects() -> None:
 
   def block_until_ready(self: Any) -> None:
     failure, _local.failure = getattr(_local, "failure", None), None
+    but = getattr(_local, "but", None)
     try:
       wait(self)
     except Exception as error:  # noqa: BLE001 - whatever its program failed with
       failure = failure or error
-    failure = cpp_path.take_failure() or failure
-    if failure is not None:
-      raise failure
-    if not getattr(_local, "alone", False):
+    failures = [one for one in (*cpp_path.take_failures(), failure) if one is not None]
+    for failure in failures:
+      if but is None or not but(failure):
+        raise failure
+    if but is None:
       _part.tell("effects barrier")
 
   wait = tokens.block_until_ready
@@ -88,20 +90,20 @@ def programs_have_ended() -> bool:
 _asked: threading.Event | None = None
 
 
-def effects_barrier_alone() -> None:
+def effects_barrier_alone(but: Callable[[BaseException], bool] = lambda _: False) -> None:
   """Runs `jax.effects_barrier()` without the parts that listen to it.
 
   JAX keeps the token of a device's last program, and so raises its error each time. This raises it
-  once (0.10 to 0.12).
+  once (0.10 to 0.12), or not at all if `but(error)` is True.
   """
-  _local.alone = True
+  _local.but = but
   try:
     jax.effects_barrier()
   except Exception:
     _forget_failed_outputs()
     raise
   finally:
-    _local.alone = False
+    _local.but = None
 
 
 def _forget_failed_outputs() -> None:

@@ -18,7 +18,7 @@ import jax
 
 from callgate import _callgate, _part
 from callgate._arrays import escape, gpu
-from callgate._core import environment, failures, foreign, kept, registry
+from callgate._core import environment, failures, foreign, kept, registry, where
 from callgate._core.errors import (
   CaptureError,
   GateError,
@@ -47,6 +47,12 @@ def _failed(
     return str(exception)
   where, part = traceback_line(site), tiles.describe(layout, shard)
   return failures.describe_failure(exception, gate, where, part, run, thread, lane)
+
+
+def _program_failed(error: BaseException) -> None:
+  """Remembers the error of a program that the user's code waits for, not callgate itself."""
+  if where.is_users_call():
+    kept.see(error)
 
 
 def _kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
@@ -150,7 +156,7 @@ def _let_effects_finish(interrupted: bool, wait: Wait) -> None:
   else:
     dispatch.wait_for_effects(wait)
     try:
-      dispatch.effects_barrier_alone()
+      dispatch.effects_barrier_alone(but=kept.is_seen)
     except Exception as error:
       if str(error) != str(_uncaught()):  # Python has printed that one
         if failures.original_of(error) is not error:  # JAX's own errors keep JAX's exit status
@@ -225,7 +231,7 @@ def start() -> None:
     profiled=timeline.profiled, interruption=Interruption,
   )  # fmt: skip
   _set_main_thread()
-  _callgate.raise_instead(jax.errors.JaxRuntimeError)
+  _callgate.raise_instead(jax.errors.JaxRuntimeError, _program_failed)
   garbage.start()
   if stall := environment.seconds("CALLGATE_STALL_SECONDS", 0):
     _callgate.set_stall_seconds(stall)

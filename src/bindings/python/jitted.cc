@@ -10,7 +10,8 @@
 //
 // On the main thread a program's error may be the result of Ctrl-C, or of another signal handler.
 // So when a JaxRuntimeError is created, by any wait for a program, the main thread's pending
-// exception is raised instead.
+// exception is raised instead. A function hears of the error, which the end of the process need not
+// report again.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -96,18 +97,20 @@ void call_once(Shared<PyObject*>& function) {
 
 // Raises the exception of a signal handler that runs now, or the main thread's pending exception.
 void raise_what_waits() {
-  if (in_hook) return;  // the error would belong to the hook
   if (PyErr_CheckSignals() != 0 || (MainThread::is_this() && !nothing_left()))
     nb::raise_python_error();
 }
 
-// Makes a class of errors raise the pending exception when an instance is created.
-void raise_instead(nb::object type) {
+// Makes a class of errors raise the pending exception when an instance is created, or else call
+// `created` with it.
+void raise_instead(nb::object type, nb::object created) {
   nb::object init = type.attr("__init__");
   type.attr("__init__") = nb::cpp_function(
-      [init](const nb::handle& error, const nb::args& given) {
+      [init, created](const nb::handle& error, const nb::args& given) {
         init(error, *given);
+        if (in_hook) return;  // the error would belong to the hook
         raise_what_waits();
+        created(error);
       },
       nb::is_method(), nb::scope(type), nb::name("__init__"));
 }
@@ -187,8 +190,9 @@ void bind_jitted(nb::module_& module) {
   module.def("have_raise", &have_raise, nb::arg("function"), nb::arg("error"),
              "Makes a jitted function raise a gate's error as the given class.");
   module.def(
-      "raise_instead", &raise_instead, nb::arg("error"),
-      "Makes an error class raise the main thread's pending exception at each instantiation.");
+      "raise_instead", &raise_instead, nb::arg("error"), nb::arg("created"),
+      "Makes an error class raise the main thread's pending exception at each instantiation, or "
+      "else call `created(error)`.");
   module.def(
       "without_signals",
       [](const nb::object& function) {

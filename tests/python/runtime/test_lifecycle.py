@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from interpreters import run_python, start
+from interpreters import run, run_python, start
 
 PRELUDE = """
 import os, sys, threading, time
@@ -280,3 +280,63 @@ def test_a_failed_shard_that_nobody_asked_for_is_shown_at_the_end(end: str, code
   assert done.stderr.count("ValueError: of the last shard") == 1
   assert "gate 'shy'" in done.stderr
   assert "integer and bool results, which have no NaN, are 0" in done.stderr
+
+
+# A failing call of an effect, in a program that is large enough to run on a thread of XLA.
+FAILING = """
+import sys, jax, jax.numpy as jnp, numpy as np, callgate as cg
+from jax.experimental import io_callback
+
+def fail(x):
+  raise ValueError(f"no {x[0]:.0f}")
+
+CALLS = {
+  "io": cg.gate(fail, out=lambda x: x, effect="io", name="io"),
+  "ordered": cg.gate(fail, out=lambda x: x, effect="ordered", name="ordered"),
+  "installed": lambda x: io_callback(fail, x, x),
+}
+cg.install()
+
+@jax.jit
+def program(x):
+  y = jax.lax.fori_loop(0, 100, lambda i, y: jnp.sin(y @ y) * 1e-3, jnp.ones((64, 64)) + x[0])
+  return CALLS[sys.argv[1]](x), y
+
+def catch(wait, number=1.0):
+  try:
+    wait(program(jnp.full(3, number)))
+  except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("call", ["io", "ordered", "installed"])
+def test_an_error_that_the_program_has_caught_is_not_shown_at_the_end(call: str) -> None:
+  code = """
+    catch(jax.block_until_ready)
+    catch(lambda y: y[1].block_until_ready())
+    catch(lambda y: float(y[0][0]))
+  """
+  done = run(FAILING + textwrap.dedent(code), call)
+  assert done.stdout.split() == ["JaxRuntimeError"] * 3
+  assert "lifecycle" not in done.stderr
+  assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_a_block_that_the_program_has_caught_is_not_shown_at_the_end() -> None:
+  code = """
+    try:
+      with cg.errors():
+        jax.block_until_ready(program(jnp.ones(3)))
+    except ValueError as error:
+      print(error)
+  """
+  done = run(FAILING + textwrap.dedent(code), "io")
+  assert (done.stdout, done.stderr, done.returncode) == ("no 1\n", "", 0)
+
+
+def test_an_error_that_only_callgate_has_waited_for_is_shown_at_the_end() -> None:
+  done = run(f"{FAILING}\ncatch(jax.block_until_ready)\ny = program(jnp.full(3, 2.0))", "io")
+  assert done.stdout.split() == ["JaxRuntimeError"]
+  assert done.returncode == 1
+  assert (done.stderr.count("no 2"), done.stderr.count("no 1")) == (1, 0)
