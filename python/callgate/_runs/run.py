@@ -203,9 +203,7 @@ class Run(Stays):
     self._traceback = foreign.traceback_of(error)[-_TRACEBACK:]
 
   # -- the run's content -------------------------------------------------------------------------
-  def _stream_of(self, name: str) -> Stream | None:
-    if name.startswith(target.CHECKPOINTS):  # the checkpoints' files have everything
-      return None
+  def _stream_of(self, name: str) -> Stream:
     several = group.known_index() if group.group() is not None else None
     path = files.stream_path(self.folder, name, several)
     self._streams.add(path)

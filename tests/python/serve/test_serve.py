@@ -273,6 +273,20 @@ def test_curves_are_those_of_the_channels_that_are_open_and_that_are_opened_late
   assert curve["mean"] == [1, 2, 3, 5, 6, 7]
 
 
+def test_carries_of_checkpoints_are_no_curves(server, tmp_path):
+  def step(w: Any, _: Any) -> Any:
+    cg.tap(w.sum(), "serve a saved loop")
+    return 0.9 * w, None
+
+  saves = cg.Checkpoints(tmp_path, every=10)
+  with cg.channel("serve a saved loop", to=print):
+    cg.scan(step, jnp.ones(3), length=50, save=saves)
+    cg.barrier()
+    state = get(server.url, "state")
+  assert [leaf["label"] for leaf in state["leaves"]] == ["serve a saved loop"]
+  assert state["totals"]["records"] == 50
+
+
 def test_records_that_wait_for_a_consumer_wait_on(server):
   with cg.channel("serve waiting") as channel:
     jax.jit(lambda: [cg.tap(i, "serve waiting", ordered=True) for i in range(3)])()
