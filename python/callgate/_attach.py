@@ -106,12 +106,13 @@ def end() -> None:
 
 
 def _define(name: str) -> Any:
-  """Returns the gate, kernel or tap of a name in a program; None if there is none."""
+  """Returns the gate, kernel or tap of a name in a program; if there is none, all defined names."""
   load()
   from callgate._core import registry
 
   _part.load_for(name)
-  return registry.defined(name)
+  found = registry.defined(name)
+  return registry.names_like(name) if found is None else found
 
 
 def _partition(*asked: Any) -> Any:

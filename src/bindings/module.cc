@@ -54,19 +54,23 @@ void let_go(PyObject* owner) {
 }
 
 // Sets `define(name)`, which is called for a name in a program that the registry lacks. It returns
-// the object that then has the name, or None. It is not one of the hooks, because a program may run
-// before these are set.
+// the object that then has the name, or a list of the defined names. It is not one of the hooks,
+// because a program may run before these are set.
 void set_resolver(nb::handle define) {
-  Registry::instance().set_resolver([define = keep(define)](const std::string& name) {
-    ActiveGil gil;
-    if (!gil) return std::shared_ptr<PyObject>();
-    nb::object found = call_python(define, "s", name.c_str());
-    if (found.is_valid() && found.is_none()) return std::shared_ptr<PyObject>();
-    if (found.is_valid()) return std::shared_ptr<PyObject>(found.release().ptr(), &let_go);
-    nb::python_error raised;
-    std::string text = hooks.failed == nullptr ? raised.what() : failure_text(raised, name, "");
-    throw Error(ErrorCode::kInvalidArgument, text);
-  });
+  Registry::instance().set_resolver(
+      [define = keep(define)](const std::string& name, std::vector<std::string>& defined) {
+        ActiveGil gil;
+        if (!gil) return std::shared_ptr<PyObject>();
+        nb::object found = call_python(define, "s", name.c_str());
+        if (found.is_valid() && nb::isinstance<nb::list>(found)) {
+          defined = nb::cast<std::vector<std::string>>(found);
+          return std::shared_ptr<PyObject>();
+        }
+        if (found.is_valid()) return std::shared_ptr<PyObject>(found.release().ptr(), &let_go);
+        nb::python_error raised;
+        std::string text = hooks.failed == nullptr ? raised.what() : failure_text(raised, name, "");
+        throw Error(ErrorCode::kInvalidArgument, text);
+      });
 }
 
 nb::list dtype_codes() {

@@ -49,7 +49,8 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
     std::lock_guard lock(mutex_);
     return resolver_;
   }();
-  if (std::shared_ptr<void> owner = resolver ? resolver(std::string(name)) : nullptr)
+  std::vector<std::string> live;
+  if (std::shared_ptr<void> owner = resolver ? resolver(std::string(name), live) : nullptr)
     if (auto callee = lookup(name)) return callee;
   std::string message =
       "no gate or kernel named '" + std::string(name) +
@@ -59,7 +60,7 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
       std::string(name.substr(0, name.find('['))) +  // a kernel's variant, "name[types]"
       "'. Load saved kernels with callgate.load_kernels, and kernels of a library with "
       "callgate.library.";
-  std::vector<std::string> live = names();
+  if (live.empty()) live = names();
   for (std::size_t i = 0; i < std::min<std::size_t>(live.size(), 8); ++i)
     message += (i == 0 ? " Defined here: '" : ", '") + live[i] + "'";
   if (live.size() > 8) message += ", …";

@@ -247,8 +247,9 @@ class Registry {
 
   // Called without a lock for undefined names. If it defines the name (such as a kernel's variant
   // that this process has not used yet), it returns the owner of the callee, which may have no
-  // other owner; otherwise null.
-  using Resolver = std::function<std::shared_ptr<void>(const std::string& name)>;
+  // other owner; otherwise null, and the defined names for the message, those most like it first.
+  using Resolver = std::function<std::shared_ptr<void>(const std::string& name,
+                                                       std::vector<std::string>& defined)>;
   void set_resolver(Resolver resolver);
 
   // True if a live callee has the name, so that add() of another one would throw.

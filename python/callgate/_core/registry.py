@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import difflib
 import itertools
 import threading
 import weakref
@@ -52,10 +53,11 @@ def register(name: str, gate: Any) -> None:
     _gates[name] = gate
 
 
-def take(name: str) -> None:
+def take(name: str, replaces: Callable[[Any], bool] | None = None) -> None:
   """Frees a name for a new gate, kernel or feed, if it redefines the owner of the name.
 
-  The old owner gets another name; programs compiled with it keep it.
+  The old owner gets another name; programs compiled with it keep it. `replaces(owner)` returns True
+  for an owner that the new one replaces wherever it is defined.
 
   Raises:
     ValueError: the owner is defined in another place.
@@ -65,9 +67,13 @@ def take(name: str) -> None:
     if old is None:
       await_free(name)
       return
-    if place is None or not place.redefines(old.defined_at):
+    redefines = place is not None and place.redefines(old.defined_at)
+    if not redefines and not (replaces is not None and replaces(old)):
       hint = "choose another name=, or delete the other one and the programs that call it"
       taken = f"the name '{name}' is taken by another live gate or kernel"
+      if getattr(old, "loaded", False):
+        taken = f"the name '{name}' is taken by another kernel, which callgate.load_kernels loaded"
+        hint = "define the kernel before you load the file, or close the loaded kernels"
       raise ValueError(f"callgate: {taken}; {hint}")
     others = taken_names()
     numbered = (f"{name}#{number}" for number in itertools.count(1))
@@ -80,10 +86,10 @@ def await_free(name: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Generator[None]:
+def naming(name: str, replaces: Callable[[Any], bool] | None = None) -> Generator[None]:
   """Like `take`, but no other thread gets the name before the block, which registers it, ends."""
   with _naming:
-    take(name)
+    take(name, replaces)
     yield
 
 
@@ -181,6 +187,13 @@ def taken_names() -> set[str]:
   with _lock:
     own = set(_gates)
   return {*own, *(name.partition("[")[0] for name in _callgate.registered_names())}
+
+
+def names_like(name: str) -> list[str]:
+  """Returns the names of all gates and kernels: first those most like `name`, then the others."""
+  names = sorted(taken_names())
+  like = difflib.get_close_matches(name.partition("[")[0], names)
+  return [*like, *(other for other in names if other not in like)]
 
 
 def free_name(base: str) -> str:

@@ -49,9 +49,11 @@ class KernelCallee(Operation):
   Attributes:
     parameters: names of the array arguments.
     thread_safe: the option of the kernel.
+    loaded: True if the kernel comes from a file of `callgate.save_kernels`.
   """
 
   kind = "kernel"
+  loaded = False
   arrays = "native"
   # Runs the kernel on CUDA devices, if it has code for them.
   cuda: launch.CudaPart | None = None
@@ -91,7 +93,7 @@ class KernelCallee(Operation):
           expected = f"expected positions of array arguments, {known}"
           raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
-    with registry.naming(name):
+    with registry.naming(name, self._replaces):
       registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------
@@ -164,6 +166,13 @@ class KernelCallee(Operation):
     types, tuples and bytes. Forms that differ only in "compiled", which saves work, are of one
     kernel.
     """
+
+  def _replaces(self, owner: Any) -> bool:
+    """True if `owner` is the same kernel, from a file."""
+    if not getattr(owner, "loaded", False):
+      return False
+    forms = [kernel.saved_form() or {"kind": None} for kernel in (owner, self)]
+    return {**forms[0], "compiled": 0} == {**forms[1], "compiled": 0}
 
   def take_compiled(self, compiled: Any) -> None:
     """Takes "compiled" of the same kernel's form in a file; by default ignores it."""

@@ -40,8 +40,8 @@ def no_new_calls(name: str) -> Callable[..., NoReturn]:
   """The `out` of a loaded kernel: loaded programs have its results, and new code can't call it."""
 
   def out(*args: Any, **kwargs: Any) -> NoReturn:
-    problem = "was loaded from a file; define it in this process to call it in new programs"
-    raise GateDefinitionError(f"kernel '{name}' {problem}")
+    problem = "was loaded from a file; to call it in new programs, define it in this process"
+    raise GateDefinitionError(f"kernel '{name}' {problem} before callgate.load_kernels")
 
   return out
 
@@ -240,7 +240,9 @@ def _kernel_of_form(path: Any, form: dict[str, Any], known: KernelCallee | None)
     raise KernelFileError(f"{place}: expected {expected}, got '{form['kind']}'")
   try:
     if known is None:
-      return importlib.import_module(_KINDS[form["kind"]]).restore(form)
+      made = importlib.import_module(_KINDS[form["kind"]]).restore(form)
+      made.loaded = True
+      return made
     known.take_compiled(form.get("compiled"))
     return known
   except (CompileError, KernelFileError):

@@ -124,6 +124,17 @@ TEST(Registry, AMissingNameSaysWhatIsDefinedAndHowToDefineIt) {
   EXPECT_THAT(message, Not(HasSubstr("gate_i")));
 }
 
+TEST(Registry, AMissingNameListsTheNamesThatAreDefinedLater) {
+  Registry registry;
+  auto callee = make_callee("z");
+  registry.add(callee);
+  registry.set_resolver([](const std::string& name, std::vector<std::string>& defined) {
+    defined = {name + "s", "z"};
+    return nullptr;
+  });
+  EXPECT_THAT(find_error(registry, "wind"), HasSubstr("Defined here: 'winds', 'z'"));
+}
+
 // A callee's end may look at the registry, as a Python object's destructor can.
 class Reentrant final : public Callee {
  public:

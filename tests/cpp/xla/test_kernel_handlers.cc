@@ -150,7 +150,7 @@ TEST(KernelHandlers, AKernelsNameIsNoGates) {
 
 TEST(KernelHandlers, TheResolverDefinesWhatAProgramNames) {
   std::shared_ptr<KernelCallee> made;
-  Registry::instance().set_resolver([&](const std::string& name) {
+  Registry::instance().set_resolver([&](const std::string& name, auto&) {
     if (name.starts_with("late[")) made = define(name, &fake::twice);
     return name.starts_with("late[") ? made : nullptr;
   });
@@ -159,9 +159,9 @@ TEST(KernelHandlers, TheResolverDefinesWhatAProgramNames) {
   EXPECT_EQ(made->name(), "late[T=float32]");
   EXPECT_FALSE(KernelProgram("other[T=float32]").load().ok());
   Registry::instance().set_resolver(
-      [&](const std::string& name) { return define(name, &fake::twice); });
+      [&](const std::string& name, auto&) { return define(name, &fake::twice); });
   EXPECT_TRUE(KernelProgram("owned by the answer").load().ok());
-  Registry::instance().set_resolver([](const std::string&) -> std::shared_ptr<void> {
+  Registry::instance().set_resolver([](const std::string&, auto&) -> std::shared_ptr<void> {
     throw Error(ErrorCode::kInvalidArgument, "it does not compile");
   });
   EXPECT_THAT(KernelProgram("third").load().message, HasSubstr("it does not compile"));

@@ -239,6 +239,19 @@ def test_a_missing_kernel_is_an_error_that_names_it_and_load_kernels(elsewhere: 
   assert "callgate.load_kernels" in said
 
 
+def test_a_missing_kernel_s_error_has_kernels_that_are_not_compiled_yet() -> None:
+  kernel = cg.cpp(REVERSE, out=lambda x: x, name="files.typo")
+  program = loaded_program(kernel, jnp.arange(2.0))
+  del kernel
+  drop_programs_until(lambda: "files.typo" not in dict(registry.operations()))
+  others = [cg.gate(lambda x: x, out=lambda x: x, name=f"a.{i}") for i in range(9)]
+  kernel = cg.cpp(REVERSE, out=lambda x: x, name="files.typos")
+  assert kernel.name not in _callgate.registered_names()
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"Defined here: 'files\.typos', 'a\.0'"):
+    jax.jit(program.call)(jnp.arange(2.0))
+  assert len(others) == 9
+
+
 # --- What is saved --------------------------------------------------------------------------------
 
 
@@ -307,6 +320,24 @@ def test_loading_what_is_live_already_uses_it_and_another_of_the_name_is_an_erro
   assert differs(1.0, jnp.ones(1)).tolist() == [2.0]
 
 
+def test_a_kernel_can_be_defined_after_its_file_was_loaded(tmp_path: Path) -> None:
+  define = lambda source: cg.cpp(source, out=lambda a, x: x, name="files.after")
+  kernel = define(SCALE)
+  program = loaded_program(lambda x, kernel=kernel: kernel(3.0, x), jnp.ones(2))
+  cg.save_kernels(tmp_path / "kernels", kernel)
+  del kernel
+  drop_programs_until(lambda: "files.after" not in dict(registry.operations()))
+  with cg.load_kernels(tmp_path / "kernels"):
+    with pytest.raises(ValueError, match=r"taken by another kernel, which callgate.load_kernels"):
+      define(SCALE.replace("a * x[i]", "1 + a * x[i]"))
+    kernel = define(SCALE)
+    assert kernel.name == "files.after"
+    assert kernel(2.0, jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert jax.jit(program.call)(jnp.ones(2)).tolist() == [3.0, 3.0]
+    with cg.load_kernels(tmp_path / "kernels") as again:
+      assert again.names == ("files.after",)
+
+
 def test_a_name_that_is_taken_leaves_nothing_of_the_file_loaded(tmp_path: Path) -> None:
   first = cg.cpp(SCALE, out=lambda a, x: x, name="files.first")
   second = cg.cpp(SCALE, out=lambda a, x: x, name="files.second")
@@ -361,7 +392,7 @@ def test_a_loaded_kernel_is_for_loaded_programs(tmp_path: Path) -> None:
   drop_programs()
   with cg.load_kernels(tmp_path / "kernels") as loaded:
     restored = Kernel(*loaded._kernels)  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(cg.GateDefinitionError, match="define it in this process"):
+    with pytest.raises(cg.GateDefinitionError, match=r"in this process before callgate\.load_k"):
       restored(1.0, jnp.ones(1))
     # It can travel on, with what it brought.
     cg.save_kernels(tmp_path / "again", restored)
