@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from callgate._core import foreign
-from callgate._core.errors import GateError, ResultError
-from callgate._envs import infos, seeds, spaces
+from callgate._core.errors import GateError
+from callgate._envs import infos, results, seeds, spaces
 from callgate._envs.plans import EnvPlan
 from callgate._envs.spaces import Store
 from callgate._envs.videos import Video
@@ -225,17 +225,10 @@ class Host(Generic[U]):
 
   def _as_numbers(self, what: str, given: Any, numbers: Sequence[int]) -> Any:
     try:
-      made = np.array(given, bool if what != "reward" else float)
-      if made.shape == (len(given),):
-        return made
-    except (TypeError, ValueError):
-      pass
-    for number, one in zip(numbers, given, strict=True):
-      if np.shape(one) != () or not isinstance(one, (bool, int, float, np.bool_, np.number)):
-        error = ResultError(f"{what}: expected a number, got {one!r}")
-        self._tell(error, number, "step")
-        raise error
-    raise ResultError(f"{what}: expected numbers, got {given!r}")
+      return results.array(what, given, len(numbers))
+    except results.WrongRow as wrong:
+      self._tell(wrong.error, numbers[wrong.row], "step")
+      raise wrong.error from None
 
   def _check_spaces(self, found: tuple[Any, Any]) -> None:
     plan = self._plan

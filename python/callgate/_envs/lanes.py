@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from callgate._envs import resets, seeds, spaces
+from callgate._envs import resets, results, seeds, spaces
 from callgate._envs.hosts import Host, Levels, Unit, fill
 
 
@@ -25,13 +25,13 @@ class _Lane(Unit):
   def begin(self, seed: int | None, options: Any) -> Any:
     """Begins an episode; returns the infos."""
     more = {} if options is None else {"options": options}
-    self.seen, extra = self.env.reset(seed=seed, **more)
+    self.seen, extra = results.of_reset(self.env.reset(seed=seed, **more))
     self.fresh, self.ended, self.total, self.length = False, False, 0.0, 0
     return extra
 
   def again(self) -> Any:
     """Begins the next episode; returns the infos."""
-    self.seen, extra = self.env.reset()
+    self.seen, extra = results.of_reset(self.env.reset())
     self.ended, self.total, self.length = False, 0.0, 0
     return extra
 
@@ -87,7 +87,7 @@ class EnvLanes(Host[_Lane]):
         if lane is None or lane.fresh:
           raise self._missing(number)
         if not lane.ended:
-          value, reward, terminated, truncated, extra = lane.step(action)
+          value, reward, terminated, truncated, extra = results.of_step(lane.step(action))
           lane.length += 1
           lane.total += reward
           lane.ended = terminated or truncated

@@ -105,10 +105,8 @@ def check_actions(label: str, space: Any, want: Any, actions: Any, count: int) -
 
 def _holds(own: Any, got: Any) -> bool:
   """True if the space's dtype has every value of another dtype of the same kind."""
-  integers = jax.numpy.issubdtype(own, np.integer)
-  kind = jax.numpy.integer if integers else jax.numpy.floating
-  same = jax.numpy.issubdtype(got, kind) or (integers and got == np.bool_)
-  return bool(same) and np.can_cast(got, own, "safe")
+  kind = jax.numpy.integer if jax.numpy.issubdtype(own, np.integer) else jax.numpy.floating
+  return bool(jax.numpy.issubdtype(got, kind)) and np.can_cast(got, own, "safe")
 
 
 def dtypes_of(space: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from callgate._core import signatures
 from callgate._core.errors import GateDefinitionError
-from callgate._envs import spaces
+from callgate._envs import results, spaces
 from callgate._envs.options import Autoreset
 
 _MOST_SEED = 2**31  # the limit of EnvPool's seeds
@@ -109,7 +109,7 @@ def reset(env: Any, *, seed: Any, options: dict[str, Any] | None, mask: Any) -> 
       more["env_id"] = np.flatnonzero(mask).astype(np.int32)
     if options:
       more["options"] = options
-    seen, info = env.reset(**more)
+    seen, info = results.of_reset(env.reset(**more))
     return _in_order(seen, info, mask)
   if seed is not None:
     more["seed"] = seed
@@ -117,12 +117,12 @@ def reset(env: Any, *, seed: Any, options: dict[str, Any] | None, mask: Any) -> 
     more["options"] = {**(options or {}), "reset_mask": mask}
   elif options is not None:
     more["options"] = dict(options)
-  return env.reset(**more)
+  return results.of_reset(env.reset(**more))
 
 
 def step(env: Any, actions: Any) -> tuple[Any, ...]:
   """Steps all; results have a row for each, in order."""
-  found = env.step(actions)
+  found = results.of_steps(env.step(actions))
   if not is_pool(env):
     return found
   order = _order(found[-1])

@@ -159,6 +159,45 @@ class Odd(Simple):
     return (self.seen, *super().step(action)[1:])
 
 
+class Changed(Simple):
+  """Replaces values of its step by others, by their places, or returns what `reset` says."""
+
+  def __init__(self, values: dict[int, Any], reset: Any = None) -> None:
+    super().__init__()
+    self.values, self.on_reset = values, reset
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    found = super().reset(seed=seed, options=options)
+    return found if self.on_reset is None else self.on_reset(found)
+
+  def step(self, action: Any) -> Any:
+    found = super().step(action)
+    return tuple(self.values.get(i, value) for i, value in enumerate(found))[: self.values.get(-1)]
+
+
+class ChangedVector:
+  """Two environments with Gymnasium's interface for vectors, whose results are replaced."""
+
+  num_envs = 2
+  single_observation_space, single_action_space = Simple.observation_space, Simple.action_space
+  observation_space = spaces.Box(-np.inf, np.inf, (2, 2), np.float32)
+  action_space = spaces.MultiDiscrete([3, 3])
+
+  def __init__(self, values: dict[int, Any], reset: Any = None) -> None:
+    self.values, self.on_reset = values, reset
+
+  def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    found = np.zeros((2, 2), np.float32), {}
+    return found if self.on_reset is None else self.on_reset(found)
+
+  def step(self, actions: Any) -> Any:
+    no = np.zeros(2, bool)
+    found = np.zeros((2, 2), np.float32), np.zeros(2), no, no, {}
+    return tuple(self.values.get(i, value) for i, value in enumerate(found))[: self.values.get(-1)]
+
+  def close(self) -> None: ...
+
+
 class Pool:
   """EnvPool's interface over Gymnasium's CartPole: results come in an order of their own."""
 
