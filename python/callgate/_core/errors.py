@@ -172,8 +172,33 @@ class LossError(Exception):
     raise NotImplementedError
 
 
-class ConsumerError(GateError):
-  """A native consumer of a channel, or a sink's file, failed.
+class SinkError(LossError, GateError, RuntimeError):
+  """A sink can't be opened or can't write a record; the message names the sink and the reason.
+
+  Attributes:
+    lost: the number of records that this error stands for.
+  """
+
+  __module__ = "callgate.sinks"  # its public name, for tracebacks
+
+  def __init__(self, message: str, *, lost: int = 0) -> None:
+    super().__init__(message)
+    self.lost, self._said = lost, message
+
+  def _takes(self, later: BaseException) -> bool:
+    """Adds the records of a later error, and returns True, if that error repeats this one.
+
+    A full disk's error repeats for batch after batch.
+    """
+    if not isinstance(later, SinkError) or later._said != self._said:
+      return False
+    self.lost += later.lost
+    self.args = later.args
+    return True
+
+
+class ConsumerError(SinkError):
+  """A native sink of a channel failed.
 
   Attributes:
     said: the failure's text.
@@ -181,8 +206,14 @@ class ConsumerError(GateError):
   """
 
   def __init__(self, said: str, lost: int = 0) -> None:
-    self.said, self.lost = said, 0
+    super().__init__(said)
+    self.said = said
     set_lost(self, lost)
+
+  def _takes(self, later: BaseException) -> bool:
+    """Returns False: `keep_consumer_failure` sets the latest count instead."""
+    del later
+    return False
 
 
 def set_lost(error: ConsumerError, lost: int) -> None:
@@ -247,7 +278,18 @@ class KernelFileError(GateError, ValueError):
 
 
 class ResultShapeError(ResultError):
-  """A Numba function returned an array of another shape than its call declares."""
+  """A Numba function returned an array of another shape than its call declares.
+
+  Attributes:
+    kernel: the kernel's name.
+  """
 
   def __init__(self, index: int, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
     super().__init__(f"result {index}: expected the shape {expected}, got {got}")
+    self.kernel = ""
+
+
+def set_kernel(error: ResultShapeError, kernel: str) -> None:
+  """Sets the kernel's name, also in the error's text; compiled code raises the error without it."""
+  error.kernel = kernel
+  error.args = (f"kernel '{kernel}': {error}",)

@@ -19,6 +19,8 @@ from callgate._core.errors import (
   ConsumerError,
   KernelError,
   LossError,
+  ResultShapeError,
+  set_kernel,
   set_lost,
   set_site,
 )
@@ -93,6 +95,8 @@ def kernel_raised(exception: BaseException | None) -> str:
 def kernel_failed(kernel: str, message: str, site: str, lane: str) -> str:
   """The runtime's hook for failing kernels: keeps the exception, returns XLA's error text."""
   exception = _kept.take_back(message) or KernelError(kernel, message, lane)
+  if isinstance(exception, ResultShapeError) and not exception.kernel:
+    set_kernel(exception, kernel.partition("[")[0])  # without the variant
   return _describe(exception, f"kernel '{kernel}'" + (f" in {lane}" if lane else ""), site)
 
 

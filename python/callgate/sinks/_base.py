@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from callgate._core import extras, foreign, options, signatures, spellings
-from callgate._core.errors import GateError, LossError
+from callgate._core.errors import SinkError
 from callgate._core.opened import resolved
 from callgate._process import group
 from callgate._tap.consumers import Choice
@@ -28,29 +28,6 @@ class ChoiceOptions(TypedDict, total=False):
   every: int | None
   rate: float | None
   where: Callable[[Record], Any] | None
-
-
-class SinkError(LossError, GateError, RuntimeError):
-  """A sink can't write a record; the message names the sink, the tap and the expected value.
-
-  Attributes:
-    lost: the number of records that this error stands for.
-  """
-
-  def __init__(self, message: str, *, lost: int = 0) -> None:
-    super().__init__(message)
-    self.lost, self._said = lost, message
-
-  def _takes(self, later: BaseException) -> bool:
-    """Adds the records of a later error, and returns True, if that error repeats this one.
-
-    A full disk's error repeats for batch after batch.
-    """
-    if not isinstance(later, SinkError) or later._said != self._said:
-      return False
-    self.lost += later.lost
-    self.args = later.args
-    return True
 
 
 class Sink:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -23,11 +23,20 @@ from callgate._process import group
 from callgate._tap import channel, kinds
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths, parts_of
-from callgate.sinks._base import ChoiceOptions, OwnedSink, StrPath
+from callgate.sinks._base import ChoiceOptions, OwnedSink, SinkError, StrPath
 
 # By path. Atomic: single steps.
 _made: weakref.WeakValueDictionary[str, FileSink] = weakref.WeakValueDictionary()
+_N = TypeVar("_N")
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
+
+
+def _opened(what: Callable[..., _N], *args: Any, **options: Any) -> _N:
+  """Makes a native sink, which opens its file; raises SinkError if it can't."""
+  try:
+    return what(*args, **options)
+  except ValueError as error:  # the runtime's
+    raise SinkError(str(error)) from None
 
 
 class NativeSink(OwnedSink):
@@ -99,7 +108,7 @@ class FileSink(NativeSink):
       if holder := channel.open_channels().get(old._channel or ""):
         channel.retire(holder)
       old.close()
-    super().__init__(self._make(path, append, group.known_index() or 0), path, **choice)
+    super().__init__(_opened(self._make, path, append, group.known_index() or 0), path, **choice)
     _made[path] = self
 
 
@@ -237,7 +246,7 @@ class Stream(NativeSink):
     path = group.fill_index(options.path("sinks.Stream", "destination", destination))
     path = path if path.startswith(("unix:", "tcp://")) else resolved(path)
     known = group.known_index()
-    self._sink = _callgate.stream_sink(path, process_index=-1 if known is None else known)
+    self._sink = _opened(_callgate.stream_sink, path, process_index=-1 if known is None else known)
     super().__init__(self._sink, path, **choice)
 
   @property

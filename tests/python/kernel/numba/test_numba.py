@@ -388,8 +388,9 @@ def test_cast_allows_casts_of_the_same_kind_only() -> None:
 
 
 def test_a_returned_array_of_another_shape_is_an_error_of_the_call() -> None:
-  kernel = cg.numba(lambda x: x[1:], out=like_x)
-  with pytest.raises(cg.ResultError, match=r"result 0: expected the shape \(4,\)"), cg.errors():
+  kernel = cg.numba(lambda x: x[1:], out=like_x, name="numba.cut")
+  said = r"^kernel 'numba\.cut': result 0: expected the shape \(4,\)"
+  with pytest.raises(cg.ResultError, match=said), cg.errors():
     kernel(X)
   with pytest.raises(cg.ResultError, match=r"got \(3,\)"), cg.errors():
     jax.jit(kernel)(X)
