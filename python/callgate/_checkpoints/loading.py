@@ -29,6 +29,7 @@ from callgate._sharding import tiles
 from callgate._tap import channel, tap
 
 _NUMBER = jax.ShapeDtypeStruct((), np.int32)
+_REMEDY = "; use another folder, or the program that wrote this checkpoint"
 # The channels, which may outlive their `Checkpoints`, and the folders. Atomic: single steps.
 channels: weakref.WeakKeyDictionary[channel.Channel, Path] = weakref.WeakKeyDictionary()
 
@@ -131,7 +132,7 @@ class Loader:
       elif length is not None and saved.step > length:
         raise ValueError(
           f"{saved.folder}: expected a loop of at least {saved.step} steps to resume, got one of "
-          f"{length}"
+          f"{length}; pass the number of steps from the loop's beginning, or use another folder"
         )
       else:
         return saved.step
@@ -197,10 +198,11 @@ def check_same(saved: Saved, leaves: Sequence[Leaf]) -> None:
   where = f"{saved.folder}: expected a checkpoint of this carry"
   if len(saved.leaves) != len(leaves):
     have, want = len(saved.leaves), len(leaves)
-    raise ValueError(f"{where}, with {want} arrays, got one with {have}")
+    raise ValueError(f"{where}, with {want} arrays, got one with {have}{_REMEDY}")
   for have, want in zip(saved.leaves, leaves, strict=True):
     if have != want:
-      raise ValueError(f"{where}, with {want.name}: {want}, got one with {have.name}: {have}")
+      expected, got = f"{want.name}: {want}", f"{have.name}: {have}"
+      raise ValueError(f"{where}, with {expected}, got one with {got}{_REMEDY}")
 
 
 def counts_of(saved: Saved, feeds: Sequence[str]) -> list[int]:

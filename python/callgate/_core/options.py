@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
+from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError
 
 # The runtime counts in 64 bits, also nanoseconds.
@@ -51,7 +52,15 @@ def check_fields(label: str, options: object) -> dict[str, Any]:
 
 def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:
   """Raises the error for a wrong value of an option."""
-  raise GateDefinitionError(f"{label}: {option}: expected {expected}, got {value!r}")
+  raise GateDefinitionError(f"{label}: {option}: expected {expected}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+  """Returns a value's text for messages: an array's type in place of all its numbers."""
+  shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+  if hasattr(value, "__array__") and isinstance(shape, tuple) and shape and dtype is not None:
+    return f"an array {type_text(dtype, shape)}"  # pyright: ignore[reportUnknownArgumentType]
+  return repr(value)
 
 
 def or_none(check: Callable[..., Any], label: str, option: str, value: Any, **limits: Any) -> Any:

@@ -197,9 +197,9 @@ def test_another_carry_is_refused(tmp_path: Path) -> None:
   for carry, message in (
     (
       {**init(), "w": jnp.zeros(4)},
-      r"with \['w'\]: float32\[4\], got one with \['w'\]: float32\[3\]",
+      r"with \['w'\]: float32\[4\], got one with \['w'\]: float32\[3\]; use another folder, or the",
     ),
-    (jnp.zeros(3), "of this carry, with 1 arrays, got one with 3"),
+    (jnp.zeros(3), "of this carry, with 1 arrays, got one with 3; use another folder, or the prog"),
   ):
     with pytest.raises(ValueError, match=message), cg.errors():
       jax.block_until_ready(other(cg.Checkpoints(tmp_path, resume=True), carry))
@@ -256,7 +256,8 @@ def test_one_bit_of_what_describes_it_is_seen(
 
 def test_a_shorter_loop_is_refused(tmp_path: Path) -> None:
   run(cg.Checkpoints(tmp_path, every=5))
-  with pytest.raises(ValueError, match="at least 10 steps to resume, got one"), cg.errors():
+  said = "at least 10 steps to resume, got one of 4; pass the number of steps from the loop's begin"
+  with pytest.raises(ValueError, match=said), cg.errors():
     jax.block_until_ready(run(cg.Checkpoints(tmp_path, resume=True), XS[:4]))
 
 

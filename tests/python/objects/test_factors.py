@@ -244,6 +244,8 @@ def test_anything_else_is_refused() -> None:
     cg.GateDefinitionError, match=r"factor: expected a handle that solver.factor\(a\)"
   ):
     solver(A, U, factor=3)
+  with pytest.raises(cg.GateDefinitionError, match=r"returned, got an array float32\[3,3\]"):
+    solver(A, U, factor=A)
   with pytest.raises(cg.GateDefinitionError, match="vmap: expected"):
     Counted(vmap="grid")
   with pytest.raises(cg.GateDefinitionError, match="b: expected 3 rows"):
