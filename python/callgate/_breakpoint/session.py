@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pdb
+import re
 import socket
 import stat
 import sys
@@ -56,7 +57,7 @@ def stop(stack: Stack, values: Mapping[str, Any], place: Place, out: tuple[str, 
       if hooked:
         _run(stack, names, "__import__('sys').breakpointhook()", {})
       else:
-        _stop_in_pdb(stack, names)
+        _stop_in_pdb(stack, names, frozenset(values))
       try:
         return {name: _checked(name, values[name], names) for name in out}
       except ResultError as error:
@@ -170,11 +171,18 @@ def _globals_of(file: str) -> dict[str, Any]:
 
 
 # -- pdb ---------------------------------------------------------------------------------------
+# `x = 1`, `x[0] += 1`, `x.flat[0] = 1`, `x, y = 1, 2`, but not `p [1] == x`.
+_ASSIGNMENT = re.compile(
+  r"\s*(\w+)(?:\s*\[.*\]|\s*\.\s*\w+|\s*,\s*\w+)*\s*(?:\*\*|//|<<|>>|[-+*/%@&|^])?=(?!=)"
+)
+
+
 class _Pdb(pdb.Pdb):
   """pdb in the frames of a stop, which end with it: it neither steps nor traces."""
 
-  def __init__(self, stdin: IO[str] | None = None, stdout: IO[str] | None = None) -> None:
-    super().__init__(stdin=stdin, stdout=stdout, nosigint=True, readrc=stdin is None)
+  def __init__(self, own: frozenset[str], file: IO[str] | None = None) -> None:
+    super().__init__(stdin=file, stdout=file, nosigint=True, readrc=file is None)
+    self.own = own  # the names of the breakpoint's values
     self.prompt = "(callgate) "
     self.reset()
 
@@ -194,6 +202,11 @@ class _Pdb(pdb.Pdb):
     """Leaves other tracers of this thread alone."""
     self._set_stopinfo(self.botframe, None, -1)  # pyright: ignore
 
+  def onecmd(self, line: str) -> bool:
+    """Runs an assignment to a value as Python, even if pdb has a command of the value's name."""
+    assigned = _ASSIGNMENT.match(line)
+    return super().onecmd(f"!{line}" if assigned and assigned[1] in self.own else line)
+
   def do_EOF(self, arg: str) -> bool | None:
     self.lost = True
     return super().do_EOF(arg)
@@ -201,16 +214,16 @@ class _Pdb(pdb.Pdb):
   lost = False  # end of input: Ctrl-D, or a closed terminal
 
 
-def _stop_in_pdb(stack: Stack, names: dict[str, Any]) -> None:
+def _stop_in_pdb(stack: Stack, names: dict[str, Any], own: frozenset[str]) -> None:
   """Waits for a debugger to end; opens another one if its terminal disconnected."""
-  while _hung_up(stack, names):
+  while _hung_up(stack, names, own):
     print("callgate: breakpoint: the debugger disconnected", file=sys.stderr, flush=True)
 
 
-def _hung_up(stack: Stack, names: dict[str, Any]) -> bool:
+def _hung_up(stack: Stack, names: dict[str, Any], own: frozenset[str]) -> bool:
   with _terminal() as attached:
     file, connection = attached or (None, None)
-    debugger, gone = _Pdb(file, file), False
+    debugger, gone = _Pdb(own, file), False
 
     def interact() -> None:
       names.pop("__callgate__", None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -92,3 +93,32 @@ def test_in_shard_map_lanes_and_shards_are_told(stops: Stops) -> None:
   assert {(names["shard"], float(names["x"])) for names in stops} == {
     (None, 5.0), (None, 6.0), (None, 7.0)
   }  # fmt: skip
+
+
+NAMED = """
+import jax, numpy as np
+import callgate as cg
+
+def f(w, p, n, c):
+  return cg.breakpoint(out=("w", "p", "n", "c"), w=w, p=p, n=n, c=c)
+
+for value in jax.jit(f)(1.0, np.zeros(2), 3, 4.0):
+  print("result", value.tolist())
+"""
+
+
+def test_a_value_named_like_a_command_of_pdb_can_be_assigned() -> None:
+  typed = [
+    "p w + 41", "p [w] == [1.0]", "w = 5.0", "p[0] = 7", "p [1] += 2", "n, c = 8, 9.0", "w = (",
+    "del n", "c", "n = 6", "n *= 2", "c",
+  ]  # fmt: skip
+  done = subprocess.run(
+    [sys.executable, "-c", NAMED], input="\n".join(typed), capture_output=True, text=True,
+    timeout=120,
+  )  # fmt: skip
+  assert "42.0" in done.stdout
+  assert "True" in done.stdout
+  assert "SyntaxError" in done.stdout
+  assert "n: expected a value, got none" in done.stderr
+  results = [line for line in done.stdout.splitlines() if "result" in line]
+  assert [line.split("result ")[1] for line in results] == ["5.0", "[7.0, 2.0]", "12", "9.0"]
