@@ -56,8 +56,8 @@ taken: set[int] = set()
 
 
 @contextlib.contextmanager
-def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None]:
-  """Waits for `python -m callgate attach`; yields a file of its user's input and output.
+def waiting(stdin: int | None) -> Generator[tuple[IO[str], IO[str], socket.socket] | None]:
+  """Waits for `python -m callgate attach`; yields files of its user's input and output.
 
   If `stdin` is the number of a pipe and the pipe gets input before, it yields None.
   """
@@ -83,12 +83,15 @@ def waiting(stdin: int | None) -> Generator[tuple[IO[str], socket.socket] | None
     yield None
     return
   with connection:
-    file = connection.makefile("rw", encoding="utf-8", errors="replace")
+    # A file for both would drop the lines that it has read ahead when it writes.
+    typed = connection.makefile("r", encoding="utf-8", errors="replace")
+    shown = connection.makefile("w", encoding="utf-8", errors="replace")
     try:
-      yield file, connection
+      yield typed, shown, connection
     finally:
+      typed.close()
       with contextlib.suppress(OSError):  # the reader may be gone
-        file.close()
+        shown.close()
 
 
 def has_hung_up(connection: socket.socket) -> bool:
@@ -159,20 +162,27 @@ def _attach(arguments: argparse.Namespace) -> int:
 
 
 def _talk(connection: socket.socket) -> int:
-  """Sends lines of stdin, and shows the answers, until the program continues."""
-  sources: list[Any] = [connection, sys.stdin]
+  """Sends stdin, and shows the answers, until the program continues."""
+  stdin = sys.stdin.fileno()  # select doesn't see lines in the buffer of `sys.stdin`
+  sources: list[Any] = [connection, stdin]
   while True:
     ready, _, _ = select.select(sources, [], [])
     if connection in ready:
-      came = connection.recv(1 << 16)
+      try:
+        came = connection.recv(1 << 16)
+      except ConnectionResetError:  # the program continued before it read all lines
+        return 0
       if not came:
         return 0
       sys.stdout.write(came.decode("utf-8", "replace"))
       sys.stdout.flush()
-    if sys.stdin in ready:
-      line = sys.stdin.readline()
-      if line:
-        connection.sendall(line.encode())
-      else:  # end of input: pdb reads it as `q`
-        sources.remove(sys.stdin)
-        connection.shutdown(socket.SHUT_WR)
+    if stdin in ready:
+      typed = os.read(stdin, 1 << 12)
+      try:
+        if typed:
+          connection.sendall(typed)
+          continue
+        connection.shutdown(socket.SHUT_WR)  # end of input: pdb reads it as `q`
+      except (BrokenPipeError, ConnectionResetError):  # the last answers may still come
+        pass
+      sources.remove(stdin)

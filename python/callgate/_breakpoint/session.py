@@ -180,8 +180,8 @@ _ASSIGNMENT = re.compile(
 class _Pdb(pdb.Pdb):
   """pdb in the frames of a stop, which end with it: it neither steps nor traces."""
 
-  def __init__(self, own: frozenset[str], file: IO[str] | None = None) -> None:
-    super().__init__(stdin=file, stdout=file, nosigint=True, readrc=file is None)
+  def __init__(self, own: frozenset[str], stdin: IO[str] | None, stdout: IO[str] | None) -> None:
+    super().__init__(stdin=stdin, stdout=stdout, nosigint=True, readrc=stdin is None)
     self.own = own  # the names of the breakpoint's values
     self.prompt = "(callgate) "
     self.reset()
@@ -222,8 +222,8 @@ def _stop_in_pdb(stack: Stack, names: dict[str, Any], own: frozenset[str]) -> No
 
 def _hung_up(stack: Stack, names: dict[str, Any], own: frozenset[str]) -> bool:
   with _terminal() as attached:
-    file, connection = attached or (None, None)
-    debugger, gone = _Pdb(own, file), False
+    stdin, stdout, connection = attached or (None, None, None)
+    debugger, gone = _Pdb(own, stdin, stdout), False
 
     def interact() -> None:
       names.pop("__callgate__", None)
@@ -243,8 +243,8 @@ def _hung_up(stack: Stack, names: dict[str, Any], own: frozenset[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _terminal() -> Generator[tuple[IO[str], socket.socket] | None]:
-  """Yields the file that a debugger talks through, and its socket; None for the process's own."""
+def _terminal() -> Generator[tuple[IO[str], IO[str], socket.socket] | None]:
+  """Yields a debugger's input, output and socket; None for the process's own."""
   who = _stdin()
   if who == "user":
     yield None
