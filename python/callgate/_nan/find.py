@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from callgate._core import options, signatures, split
 from callgate._core.dtypes import type_text
+from callgate._core.errors import GateDefinitionError
 from callgate._nan import constants, findings, lanes, watched
 
 _MOST = 100  # reports at most
@@ -115,7 +116,8 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
     arguments of the same shapes and dtypes reuse the compiled program.
 
   Raises:
-    GateDefinitionError: f is not callable, or `reaching` is not a bool.
+    GateDefinitionError: f is not callable, `reaching` is not a bool, or the returned function is
+      called inside `jax.jit`, `jax.vmap` or `jax.grad`: write `find_nan(jax.vmap(f))`.
   """
   options.function("find_nan", "f", f)
   options.boolean("find_nan", "reaching", reaching)
@@ -135,8 +137,13 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
     given = [leaves[i] for i in arrays]
     with lanes.marking():
       nodes = [leaf if _is_array(leaf) else split.Static(leaf) for leaf in leaves]
-      watch, run = watching(program.trace(jax.tree.unflatten(tree, nodes)).jaxpr)
+      closed = program.trace(jax.tree.unflatten(tree, nodes)).jaxpr
+      if len(closed.jaxpr.invars) != len(given):  # f closes over traced values
+        _refuse_inside()
+      watch, run = watching(closed)
     rows, reached = jax.device_get(run(*given))
+    if any(isinstance(x, jax.core.Tracer) for x in rows):
+      _refuse_inside()
     found = np.flatnonzero(rows.kind != findings.NONE)
     inputs: Any = range(len(given))
     if reached is not None:
@@ -153,6 +160,13 @@ def find_nan(f: Callable[..., Any], *, reaching: bool = False) -> Callable[..., 
     return dataclasses.replace(reports[0], all=reports[:_MOST]) if reports else None
 
   return find
+
+
+def _refuse_inside() -> NoReturn:
+  raise GateDefinitionError(
+    "find_nan: expected a call outside of jax.jit, jax.vmap, jax.grad and compiled loops, got one "
+    "inside; call it outside, on the transformed function: find_nan(jax.vmap(f))(...)"
+  )
 
 
 def _definition(f: Any) -> str:

@@ -49,7 +49,8 @@ class Watch:
     if not self._reaching:
       return self._block(self.closed, args, State(rows, None, {}), EqnPlace())[1].rows, None
     every = jnp.arange(self._rows + len(args))
-    given = [Followed(x, reach.of_nan(every == self._rows + i, x)) for i, x in enumerate(args)]
+    values = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in args]  # numbers: disable_jit
+    given = [Followed(x, reach.of_nan(every == self._rows + i, x)) for i, x in enumerate(values)]
     no_origins = jnp.zeros_like(every, bool)
     outs, state = self._block(self.closed, given, State(rows, no_origins, {}), EqnPlace())
     return state.rows, reach.union([no_origins, *reach.origins_of(outs)])

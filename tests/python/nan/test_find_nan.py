@@ -365,3 +365,19 @@ def test_later_calls_reuse_the_program(reaching: bool) -> None:
   assert len(traced) == 4
   with jax.disable_jit():
     assert find({"a": np.float32(-1)}, one).primitive == "log"
+
+
+@pytest.mark.parametrize(
+  "inside",
+  [
+    lambda find: jax.jit(find(jnp.log))(1.0),
+    lambda find: jax.vmap(find(jnp.log))(jnp.ones(2)),
+    lambda find: jax.vmap(lambda x: find(lambda: jnp.log(x))())(jnp.ones(2)),
+    lambda find: jax.jit(lambda x: find(jnp.log)(1.0))(1.0),
+    lambda find: jax.lax.map(find(jnp.log), jnp.ones(2)),
+    lambda find: jax.grad(find(jnp.log))(-1.0),
+  ],
+)
+def test_a_call_inside_a_transformation_says_where_it_belongs(inside: Any) -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"outside of jax.jit.*find_nan\(jax.vmap\(f"):
+    inside(cg.find_nan)

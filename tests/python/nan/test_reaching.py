@@ -379,3 +379,11 @@ def test_a_bool_may_be_a_static_argument() -> None:
   jitted = jax.jit(lambda x, train: jnp.log(x) if train else x, static_argnames="train")
   assert reaching(jitted)(-1.0, train=True).primitive == "log"
   assert reaching(jitted)(-1.0, False) is None
+
+
+def test_numbers_as_arguments_without_jit() -> None:
+  with jax.disable_jit():
+    assert reaching(lambda n, x: n * jnp.log(x))(3, 2.0) is None
+    report = reaching(lambda n, x: n * jnp.log(x))(3, -1.0)
+    assert (report.primitive, report.result) == ("log", "float32[]")
+    assert places(reaching(lambda x: x + 1)(float("nan"))) == ["x"]
