@@ -74,8 +74,9 @@ def qualified_name(function: object) -> str:
 
 
 def said_by(error: BaseException) -> str:
-  """Returns "ValueError: the text"."""
-  return f"{name_of(error)}: {text_of(error)}"
+  """Returns "ValueError: the text", or "ValueError" for an empty text."""
+  text = text_of(error)
+  return f"{name_of(error)}: {text}" if text else name_of(error)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -308,7 +308,7 @@ def test_an_exception_of_the_block_is_its_crash(error, tmp_path):
     crash()
   about = said(run)
   assert (run.state, about["state"]) == ("crashed", "crashed")
-  assert about["error"].startswith(type(error).__name__)
+  assert about["error"] == type(error).__name__ + (f": {error}" if str(error) else "")
   assert "test_run.py" in about["traceback"]
   assert values(run.folder / "stream.loss.cgs", "loss") == [1]
   with cg.run("r", folder=tmp_path) as run:  # the next is a run as any
