@@ -112,7 +112,10 @@ def _kind_of(value: Any) -> str:
 def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
   where = f"{gate.label}: out: result {index}"
   if not is_type(leaf):
-    raise GateDefinitionError(f"{where}: expected a value with .shape and .dtype, got {leaf!r}")
+    hint = f"; for a number pass jnp.asarray({leaf!r})" if isinstance(leaf, _NUMBERS) else ""
+    raise GateDefinitionError(
+      f"{where}: expected a value with .shape and .dtype, got {leaf!r}{hint}"
+    )
   dtype = np.dtype(leaf.dtype)
   if (narrow := tracing.canonical_dtype(dtype)) != dtype:
     raise GateDefinitionError(

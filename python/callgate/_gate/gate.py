@@ -267,8 +267,9 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   gate_options = take_options("call", fn, options)
   if not callable(out) or shapes.is_type(out):
     out = jax.tree.map(
-      lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), out, is_leaf=shapes.is_type
-    )
+      lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype) if shapes.is_type(t) else t,
+      out, is_leaf=shapes.is_type,
+    )  # fmt: skip
   leaves, tree = jax.tree.flatten(out)
   try:
     hash((tuple(leaves), gate_options))

@@ -96,3 +96,13 @@ def test_symbolic_extents_beside_known_ones_are_no_error() -> None:
   export = jax.export.export(jax.jit(gate), disabled_checks=cg.export_checks())
   exported = export(jax.ShapeDtypeStruct((rows, 0), jnp.float32))
   assert [str(n) for n in exported.out_avals[0].shape] == ["0", "n"]
+
+
+@pytest.mark.parametrize("out", [1.0, {"y": True}, (X, 3)])
+def test_a_number_in_the_place_of_a_type_says_what_to_pass(out: Any) -> None:
+  said = r"out: result \d: expected a value with .shape and .dtype, got (1.0|True|3); .*jnp.asarray"
+  for call in (cg.gate(np.sin, out=out, name="number"), lambda x: cg.call(np.sin, out, x)):
+    with pytest.raises(cg.GateDefinitionError, match=said):
+      call(1.0)
+  with pytest.raises(cg.GateDefinitionError, match=said):
+    cg.use(lambda held: held, cg.hold(lambda: 1.0)(), out=out)
