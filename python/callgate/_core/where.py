@@ -77,7 +77,7 @@ def users_stack() -> Stack:
 
 def is_users_call() -> bool:
   """Returns True if the user's code called the function that runs, or JAX's around it."""
-  frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+  frame = sys._getframe(1).f_back  # pyright: ignore[reportPrivateUsage]
   while frame is not None and frame.f_code.co_filename.startswith(_JAXS):
     frame = frame.f_back
   return frame is None or not frame.f_code.co_filename.startswith(_OWN)
