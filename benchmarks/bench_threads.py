@@ -30,6 +30,7 @@ LANES_APART, LANES_AT_ONCE = "64 lanes", "64 lanes, parallel=True"
 ONE_DEVICE, TWO_DEVICES = "a gate on one device, twice", "a gate on two devices"
 ALONE, WITH_CONSUMER = "a gate and a consumer, one after the other", "a gate with a consumer"
 PEER_ONE, PEER_TWO = "jax pure_callback, one thread", "jax pure_callback, two threads"
+PLAIN_ONE, PLAIN_TWO = "the bodies alone, one thread", "the bodies alone, two threads"
 
 TARGETS = (
   harness.Target("two gates on two threads", ONE_THREAD, TWO_THREADS, at_least=1.9),
@@ -37,6 +38,7 @@ TARGETS = (
   harness.Target("two devices at once", ONE_DEVICE, TWO_DEVICES, at_least=1.8),
   harness.Target("a consumer beside the program's gate", ALONE, WITH_CONSUMER, at_least=1.8),
   harness.Target("the peer: pure_callback on two threads", PEER_ONE, PEER_TWO, at_least=1.9),
+  harness.Target("the bodies alone on two threads", PLAIN_ONE, PLAIN_TWO, at_least=1.9),
 )
 
 
@@ -83,13 +85,19 @@ def _callback(number: int) -> Callable[[Any], Any]:
   return lambda x: jax.pure_callback(lambda x: busy(np.asarray(x)), x, x)
 
 
-def _one_thread(make: Any) -> harness.Work:
-  programs = _programs(make)
+def _plain(make: Any) -> list[Callable[[], Any]]:
+  """The bodies without JAX: the most that two threads can gain on this machine."""
+  del make
+  return [lambda: [busy(None) for _ in range(CALLS)]] * 2
+
+
+def _one_thread(make: Any, programs_of: Callable[[Any], Any] = _programs) -> harness.Work:
+  programs = programs_of(make)
   return harness.Work(lambda: [run() for run in programs], 2 * CALLS)
 
 
-def _two_threads(make: Any) -> harness.Work:
-  programs, pool = _programs(make), concurrent.futures.ThreadPoolExecutor(2)
+def _two_threads(make: Any, programs_of: Callable[[Any], Any] = _programs) -> harness.Work:
+  programs, pool = programs_of(make), concurrent.futures.ThreadPoolExecutor(2)
   return harness.Work(lambda: list(pool.map(lambda run: run(), programs)), 2 * CALLS)
 
 
@@ -138,4 +146,6 @@ CONTESTANTS: dict[str, Callable[[], harness.Work]] = {
   WITH_CONSUMER: functools.partial(_consumer, at_once=True),
   PEER_ONE: functools.partial(_one_thread, _callback),
   PEER_TWO: functools.partial(_two_threads, _callback),
+  PLAIN_ONE: functools.partial(_one_thread, None, _plain),
+  PLAIN_TWO: functools.partial(_two_threads, None, _plain),
 }
