@@ -366,9 +366,10 @@ def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
     with reading_frames:
       arrays = list(find())
       # A view may not be recorded yet. A forked child lacks its parent's threads.
-      if _making.isdisjoint(sys._current_frames()):  # pyright: ignore[reportPrivateUsage]
-        return [array for array in arrays if not _is_view(array)]
-      del arrays
+      is_whole = _making.isdisjoint(sys._current_frames())  # pyright: ignore[reportPrivateUsage]
+      arrays = [array for array in arrays if not _is_view(array)]  # no view after the lock
+    if is_whole:
+      return arrays
     time.sleep(0.0001)
 
 

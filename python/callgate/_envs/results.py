@@ -71,9 +71,9 @@ class WrongRow(Exception):
 
 
 def _parts(method: str, names: Sequence[str], found: Any) -> tuple[Any, ...]:
-  if not isinstance(found, tuple) or len(found) != len(names):  # pyright: ignore[reportUnknownArgumentType]
-    several = isinstance(found, tuple)
-    got = f"a tuple of {len(found)} values" if several else _text(found)  # pyright: ignore
+  several = isinstance(found, (tuple, list))
+  if not several or len(found) != len(names):  # pyright: ignore[reportUnknownArgumentType]
+    got = f"{len(found)} values" if several else _text(found)  # pyright: ignore
     raise ResultError(f"{method}: expected a tuple ({', '.join(names)}), got {got}")
   if not isinstance(info := found[-1], Mapping):
     raise ResultError(f"{method}: info: expected a dict, got {_text(info)}")
@@ -93,8 +93,8 @@ def _fits(what: str, value: Any) -> bool:
 
 
 def _is_kind(what: str, dtype: Any) -> bool:
-  if what != "reward":
-    return dtype == np.bool_
+  if what != "reward":  # integers as in the old Gym
+    return dtype == np.bool_ or np.issubdtype(dtype, np.integer)
   return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
 
 
