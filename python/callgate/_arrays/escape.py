@@ -367,7 +367,8 @@ def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
       arrays = list(find())
       # A view may not be recorded yet. A forked child lacks its parent's threads.
       is_whole = _making.isdisjoint(sys._current_frames())  # pyright: ignore[reportPrivateUsage]
-      arrays = [array for array in arrays if not _is_view(array)]  # no view after the lock
+      # The lock's end finds no reference to a view here.
+      arrays = [array for array in arrays if is_whole and not _is_view(array)]
     if is_whole:
       return arrays
     time.sleep(0.0001)
