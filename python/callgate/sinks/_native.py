@@ -31,12 +31,16 @@ _N = TypeVar("_N")
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
 
+class SinkOpenError(SinkError, ValueError):
+  """Also a ValueError, for programs that were written before it was a SinkError."""
+
+
 def _opened(what: Callable[..., _N], *args: Any, **options: Any) -> _N:
   """Makes a native sink, which opens its file; raises SinkError if it can't."""
   try:
     return what(*args, **options)
   except ValueError as error:  # the runtime's
-    raise SinkError(str(error)) from None
+    raise SinkOpenError(str(error)) from None
 
 
 class NativeSink(OwnedSink):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 from collections.abc import Iterator
 
@@ -342,6 +343,17 @@ def test_a_full_disk_leaves_the_parquet_file_that_was_there(tmp_path):
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines() == ["True", "[1, 2]"]
   assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("make", [sinks.JSONL, sinks.Stream])
+def test_a_native_sink_that_can_not_be_opened_raises_a_sink_error_that_is_a_value_error(
+  make, tmp_path
+):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(sinks.SinkError, match="Not a directory") as caught:
+    make(tmp_path / "file" / "a")
+  assert isinstance(caught.value, ValueError)
+  assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_parquet_replaces_nothing_but_files(tmp_path):
