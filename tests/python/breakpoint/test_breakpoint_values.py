@@ -109,7 +109,7 @@ for value in jax.jit(f)(1.0, np.zeros(2), 3, 4.0):
 
 def test_a_value_named_like_a_command_of_pdb_can_be_assigned() -> None:
   typed = [
-    "p w + 41", "p [w] == [1.0]", "w = 5.0", "p[0] = 7", "p [1] += 2", "n, c = 8, 9.0", "w = (",
+    "p w + 41", "p [w] == [1.0]", "w = 5.0", "p[0] = 7", "p [1] += 2", "n, c = 8, 9.0", "w = )",
     "del n", "c", "n = 6", "n *= 2", "c",
   ]  # fmt: skip
   done = subprocess.run(
