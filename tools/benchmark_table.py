@@ -155,6 +155,8 @@ THREADS = (
    "a consumer beside the program's gate"),
   ("`jax.pure_callback` on two threads, speedup", "threads",
    "the peer: pure_callback on two threads"),
+  ("the bodies alone, without JAX, on two threads, speedup", "threads",
+   "the bodies alone on two threads"),
   ("a gate's call on 8 devices over one device's, time", "sharding",
    "a gate's call, 8 devices over 1"),
   ("one call, in-place gate, time", "scalar", "callgate in-place gate"),
