@@ -216,10 +216,12 @@ class ConsumerError(SinkError):
     return False
 
 
-def set_lost(error: ConsumerError, lost: int) -> None:
-  """Sets an error's number of lost records, also in the error's text."""
+def set_lost(error: SinkError, lost: int, so_far: int | None = None) -> None:
+  """Sets the number of records that an error stands for; its text gets the number lost so far."""
+  so_far = lost if so_far is None else so_far
   error.lost = lost
-  error.args = (error.said + (f"; {lost} record(s) lost so far" if lost else ""),)
+  said = error._said  # pyright: ignore[reportPrivateUsage]
+  error.args = (said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
 
 
 class ProcessError(GateError, RuntimeError):

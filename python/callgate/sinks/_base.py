@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from callgate._core import extras, foreign, options, signatures, spellings
-from callgate._core.errors import SinkError
+from callgate._core.errors import SinkError, set_lost
 from callgate._core.opened import resolved
 from callgate._process import group
 from callgate._tap.consumers import Choice
@@ -183,12 +183,10 @@ class LibrarySink(OwnedSink):
     with self._naming("cannot write", errors):
       self._commit()
     if errors:
-      first, lost = errors[0], sum(error.lost for error in errors)
+      lost = sum(error.lost for error in errors)
       self._lost += lost
-      first.lost = lost
-      if self._lost:
-        first.args = (f"{first}; {self._lost} record(s) lost so far",)
-      raise first
+      set_lost(errors[0], lost, self._lost)
+      raise errors[0]
 
   def flush(self) -> None:
     if self._channel is not None and os.getpid() == self._process:
