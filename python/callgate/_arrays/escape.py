@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,8 @@ from callgate._part import Wait
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
-# Held while reading other threads' frames, or searching the heap: they hold the arguments of calls.
+# Held while reading other threads' frames, the heap, or the list of JAX's arrays: they hold the
+# arguments of calls. References that are taken under this lock end before it does.
 reading_frames = threading.Lock()
 
 
@@ -140,7 +141,7 @@ def _escaped_for_good(gate: str, suspects: list[Suspect]) -> list[Suspect]:
 
 
 def _escaped_now(suspects: list[Suspect]) -> list[Suspect]:
-  """Returns the escaped views while no thread reads frames or searches the heap."""
+  """Returns the escaped views while no thread reads frames, the heap or the list of arrays."""
   with reading_frames:
     return _escaped(suspects)
 
@@ -327,56 +328,14 @@ def _owner(item: Any) -> Any:
 # deleted. Their address doesn't identify them, because the program's own input may share it.
 # Atomic: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# The same by their ids. Guarded by _noting, but for reads; emptied by the next view of those that
-# died. A callback in Python code could swallow the exception of a signal handler.
-_views: dict[int, weakref.KeyedRef[int, Any]] = {}
-# Views that died. Guarded by _noting, but for their callback, a single step; emptied by the next
-# view.
-_dead: list[weakref.KeyedRef[int, Any]] = []
-_noting = threading.RLock()  # a signal handler may run a program
-_making: set[int] = set()  # threads that make a view. Atomic: single steps; emptied by these
 _XLA_SECONDS = 30.0
 
 
 def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
   """Returns the array over a Buffer's memory that `make` makes, for its call."""
-  thread = threading.get_ident()
-  _making.add(thread)
-  try:
-    array = make()
-    with _noting:
-      while _dead:
-        dead = _dead.pop()
-        if _views.get(dead.key) is dead:
-          del _views[dead.key]
-      view = weakref.KeyedRef[int, Any](array, _dead.append, id(array))
-      jax_arrays[buffer] = _views[view.key] = view
-  finally:
-    _making.discard(thread)
+  array = make()
+  jax_arrays[buffer] = weakref.ref(array)
   return array
-
-
-def without_views(find: Callable[[], Iterable[Any]]) -> list[Any]:
-  """Returns the arrays of `find`, without those over XLA's memory that a gate has for a call.
-
-  The caller must not wait for such an array, nor keep it, because its memory is gone after the
-  call. A call that ends during this function sees its references, and waits until they are gone.
-  """
-  while True:
-    with reading_frames:
-      arrays = list(find())
-      # A view may not be recorded yet. A forked child lacks its parent's threads.
-      is_whole = _making.isdisjoint(sys._current_frames())  # pyright: ignore[reportPrivateUsage]
-      # The lock's end finds no reference to a view here.
-      arrays = [array for array in arrays if is_whole and not _is_view(array)]
-    if is_whole:
-      return arrays
-    time.sleep(0.0001)
-
-
-def _is_view(array: Any) -> bool:
-  noted = _views.get(id(array))
-  return noted is not None and noted() is array
 
 
 def _await_xla(buffer: Any, *, until_dropped: bool) -> None:

@@ -19,7 +19,6 @@ wait for this thread.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -79,15 +78,15 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
     # arrays.
     now = _callgate.new_number()
     before = min(now, _callgate.oldest_underway(returning))
-    arrays = list(filter(_may_name, escape.without_views(dispatch.live_arrays)))
-    if not Wait(seconds).poll(lambda: all(map(_is_there, arrays))):
+    named = set[int]()
+    with escape.reading_frames:  # an array that a gate has for a call is ready, so it isn't kept
+      unfinished = [array for array in dispatch.live_arrays() if not _add_named(array, named)]
+    if not Wait(seconds).poll(lambda: all(map(_is_there, unfinished))):
       return False
     if not Wait(seconds).poll(dispatch.programs_have_ended):
       return False
-    named = set[int]()
-    for array in arrays:
-      with contextlib.suppress(Exception):  # of a failed program
-        named |= table.numbers_in(np.asarray(shard.data) for shard in array.addressable_shards)
+    if not all(_add_named(array, named) for array in unfinished):
+      return False
     table.keep_only(named, before)
     _limit = max(_LEAST, 2 * table.count())
     return True
@@ -97,6 +96,19 @@ def collect(*, returning: bool = False, seconds: float = 0) -> bool:
 
 def _may_name(array: Any) -> bool:
   return array.dtype == np.uint32 and array.ndim > 0 and array.shape[-1] == table.WORDS
+
+
+def _add_named(array: Any, named: set[int]) -> bool:
+  """Adds the numbers of objects that an array names; False if it isn't there yet."""
+  if not _may_name(array):
+    return True
+  if not _is_there(array):
+    return False
+  try:
+    named |= table.numbers_in(np.asarray(shard.data) for shard in array.addressable_shards)
+  except Exception:  # noqa: BLE001 - of a failed program, unless another thread donates it meanwhile
+    return not array.is_deleted()
+  return True
 
 
 def _is_there(array: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import jax
 
@@ -218,6 +219,13 @@ class errors:
     return [] if found is None else [found]
 
 
+def _is_unfinished(array: Any) -> bool:
+  try:
+    return not array.is_ready()
+  except RuntimeError:  # another thread deleted or donated it
+    return False
+
+
 def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseException | None:
   """Waits until no program of any thread runs; returns the first failed program's error.
 
@@ -234,12 +242,13 @@ def wait_for_programs(wait: Wait | None = None, *, calls: bool = True) -> BaseEx
   others_return = functools.partial(_others_return, _callgate.new_number())
   if calls and not wait.until(others_return):
     raise TimeoutError(late)
-  for array in escape.without_views(dispatch.live_arrays):
+  with escape.reading_frames:  # an array that a gate has for a call is ready, so it isn't kept
+    unfinished = [array for array in dispatch.live_arrays() if _is_unfinished(array)]
+  for array in unfinished:
     try:
       if not wait.is_plain and not wait.poll(array.is_ready):
         raise TimeoutError(late)
-      if not array.is_ready():
-        array.block_until_ready()
+      array.block_until_ready()
     except (TimeoutError, ProcessError):
       raise
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
