@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from typing import Any
 
 from callgate._core import shown
@@ -136,12 +137,19 @@ def get(name: str) -> Any:
   return getattr(importlib.import_module(MODULES[name]), name)
 
 
+# Held while public objects change: threads may ask for their first names at once.
+_publishing = threading.RLock()
+
+
 def publish() -> dict[str, Any]:
   """Returns the imported public objects, after setting their module to "callgate"."""
-  modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
-  found = {name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)}
-  for value in found.values():
-    if getattr(value, "__module__", "").startswith("callgate."):
-      shown.show(value)
-      value.__module__ = "callgate"
+  with _publishing:
+    modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
+    found = {
+      name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)
+    }
+    for value in found.values():
+      if getattr(value, "__module__", "").startswith("callgate."):
+        shown.show(value)
+        value.__module__ = "callgate"
   return found

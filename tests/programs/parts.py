@@ -11,6 +11,7 @@ import duals
 import numpy as np
 from arithmetic import FUNCTIONS, a_float, an_operand
 from hypothesis import strategies as st
+from lanes import MESHES
 from oracle import Lane, Machine, decided, each_lane
 from program import Array, Context, Op, Part, Scope, Step, Values, Writer, drawn
 
@@ -204,10 +205,15 @@ def objects(scope: Scope, context: Context) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Feed(Same):
-  """Adds the next item of a feed, whose items are all 0."""
+  """Adds the next item of a feed, whose items are all 0.
+
+  Attributes:
+    axes: those of the mesh around it, whose devices take an item each.
+  """
 
   part = "feed"
   name: str
+  axes: Sequence[str]
 
   def definitions(self) -> Sequence[str]:
     items = "(np.float32(0) for _ in itertools.count())"
@@ -215,6 +221,9 @@ class Feed(Same):
 
   def text(self, x: str) -> str:
     return f"{x} + {self.name}.next()"
+
+  def twin(self, x: str) -> str:
+    return " + ".join([x, *(f"0.0 * jax.lax.axis_index('{axis}')" for axis in self.axes)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,14 +281,16 @@ def stop(scope: Scope, context: Context) -> bool:
   return True
 
 
-# Parts that may stand under a derivative. Each is made for a float's type.
-OTHERS: dict[str, Callable[[Scope, Array], Op]] = {
-  "check": lambda scope, type_: Check(),
-  "print": lambda scope, type_: Print(),
-  "breakpoint": lambda scope, type_: Breakpoint(),
-  "knob": lambda scope, type_: Knob(scope.name("knob")),
-  "feed": lambda scope, type_: Feed(scope.name("feed")),
-  "root": lambda scope, type_: Root(),
+# Parts that may stand under a derivative. Each takes a float.
+OTHERS: dict[str, Callable[[Scope, Context], Op]] = {
+  "check": lambda scope, context: Check(),
+  "print": lambda scope, context: Print(),
+  "breakpoint": lambda scope, context: Breakpoint(),
+  "knob": lambda scope, context: Knob(scope.name("knob")),
+  "feed": lambda scope, context: Feed(
+    scope.name("feed"), tuple(MESHES[scope.meshes[0]]) if context.devices else ()
+  ),
+  "root": lambda scope, context: Root(),
 }
 
 
@@ -290,5 +301,5 @@ def other(scope: Scope, context: Context) -> bool:
   names = list(OTHERS)
   if context.order > 1:  # the lanes of `hessian` take an item each
     names.remove("feed")
-  scope.add(OTHERS[scope.draw(st.sampled_from(names))](scope, var.type), [var], var.type)
+  scope.add(OTHERS[scope.draw(st.sampled_from(names))](scope, context), [var], var.type)
   return True

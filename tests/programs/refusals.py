@@ -31,6 +31,8 @@ REFUSALS = {
   "axis spec None but output was batched": "under `hessian`, each lane of a feed takes an item",
   "Reverse-mode differentiation does not work for lax.while_loop": "JAX has none for such loops",
   r"JaxprTrace \d+>\.effect_handles": "JAX leaks a tracer for an effect in a loop under `hessian`",
+  r"not supported in (partial-eval|AD) of `checkpoint`": "JAX's callbacks have no derivative there",
+  r"incompatible devices for .* argument x of add": "JAX's operators need one device outside jit",
   "State effect not supported in vmap-of-cond": "JAX has no `vmap` of a branch with a Ref",
   "Cannot `vmap` ordered IO callback": "JAX has no `vmap` of ordered callbacks",
   "JAX would keep the results of every step of the loop": "threads or objects in such a loop",

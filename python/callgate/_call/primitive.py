@@ -76,13 +76,20 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
   results = tuple(
     tracing.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
   )
-  if tracing.is_explicit(avals):
-    specs = calls.result_specs(gate, site, avals, results, call.levels, call.whole)
-    results = tuple(
-      tracing.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)
-    )
+  results = with_shardings(gate, site, avals, results, call.levels, call.whole)
   mark = (tracing.shaped_array((), np.dtype(np.int32), avals),) if call.marked else ()
   return (*results, *mark), _effects(call)
+
+
+def with_shardings(
+  gate: Any, site: CallSite, avals: Sequence[Any], results: Sequence[Any],
+  levels: Sequence[Level] = (), whole: Level | None = None,
+) -> Sequence[Any]:  # fmt: skip
+  """Returns the types of a call's results, with shardings in an explicitly sharded program."""
+  if not tracing.is_explicit(avals):
+    return results
+  specs = calls.result_specs(gate, site, avals, results, levels, whole)
+  return [tracing.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)]
 
 
 def _effects(call: BoundCall) -> frozenset[Any]:

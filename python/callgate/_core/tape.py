@@ -18,6 +18,7 @@ from callgate._core.errors import ReplayError
 
 Type = tuple[int, tuple[int, ...]]  # the code of a dtype, and extents
 UNKNOWN = -1
+_NO_PLACE = ((), 0, UNKNOWN, UNKNOWN, "")  # as `_callgate.current_place` has it
 # The number of the recorded call that made an object, by the object's handle, in the open block.
 # Atomic: single steps; emptied by the begin and the end of each block.
 objects: dict[bytes, int] = {}
@@ -79,16 +80,19 @@ def make_object(
   """
   if (tape := _callgate.tape()) is None:
     return make(), None
-  answer = _ask(tape, gate, operands, (), "", 0)
+  _, lane, device, shard, _ = _callgate.current_place() or _NO_PLACE
+  answer = _ask(tape, gate, operands, (), "", lane, shard, device, _callgate.current_run())
   if isinstance(answer, Answer):
     return Standin(gate), answer.number
   return _make_and_report(answer, make, lambda _: ()), getattr(answer, "number", UNKNOWN)
 
 
 def _ask(
-  tape: Any, gate: str, operands: Sequence[Value], types: Sequence[Type], spec: str, lane: int
-) -> Any:
-  return tape(gate, "", spec, lane, -1, -1, -1, tuple(operands), tuple(types))
+  tape: Any, gate: str, operands: Sequence[Value], types: Sequence[Type], spec: str, lane: int,
+  shard: int = UNKNOWN, device: int = UNKNOWN, run: int | None = UNKNOWN,
+) -> Any:  # fmt: skip
+  run = UNKNOWN if run is None else run
+  return tape(gate, "", spec, lane, shard, device, run, tuple(operands), tuple(types))
 
 
 def _make_and_report(finish: Any, make: Callable[[], Any], values: Callable[[Any], Any]) -> Any:

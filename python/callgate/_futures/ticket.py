@@ -18,6 +18,7 @@ import numpy as np
 
 from callgate._call import derivatives, jax_engine, shapes
 from callgate._call.attached import with_derivative
+from callgate._call.primitive import with_shardings
 from callgate._call.site import SHARED, CallSite
 from callgate._core import encoding, exact, split
 from callgate._core.errors import GateDefinitionError
@@ -248,12 +249,12 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   raise_deferred()
   waits = functools.partial(_member(call.gate, "result").take, call, str(where()))
   again = functools.partial(_call_again, call)
-  if call.gate.vjp_rules is None:
-    return with_derivative(again, waits(handle, earlier), args)
 
   def wait(handle: Handle, args: Any, earlier: Any) -> Any:
-    del args
-    return waits(handle, earlier)
+    return _resharded(call, args, waits(handle, earlier))
+
+  if call.gate.vjp_rules is None:
+    return with_derivative(again, wait(handle, args, earlier), args)
 
   def backward(residuals: Any, cotangent: Any) -> Any:
     handle, args, earlier, results = residuals
@@ -268,6 +269,16 @@ def _wait(ticket: Ticket, started: list[Any]) -> Any:
   with_rule = jax.custom_vjp(wait)
   with_rule.defvjp(forward, backward)
   return with_rule(handle, args, earlier)
+
+
+def _resharded(call: _StartedCall, args: Any, results: Any) -> Any:
+  """Gives the results the explicit shardings that the call itself would have given them."""
+  leaves, in_tree = jax.tree.flatten(args)
+  values, out_tree = jax.tree.flatten(results)
+  site = CallSite(in_tree, out_tree, call.static, call.results)
+  avals, types = map(jax.typeof, leaves), map(jax.typeof, values)
+  types = with_shardings(call.gate, site, list(avals), list(types))
+  return out_tree.unflatten(map(tracing.reshard_as, types, values))
 
 
 def _call_again(call: _StartedCall, results: Any, given: Any) -> Any:

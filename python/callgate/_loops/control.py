@@ -75,6 +75,8 @@ def batch_while(
   original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
+  if params["cond_jaxpr"].out_avals[0].shape:  # lanes' flags: `_masked_while` has masked the calls
+    return original(axis_data, args, dims, **params)
   kinds = kinds_in(jaxprs)
   apart = kinds & _APART or batching.is_marking()
   if (apart or "whole tap" in kinds) and _predicate_batched(axis_data, dims, params):

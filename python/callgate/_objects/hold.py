@@ -72,7 +72,7 @@ class HoldCallee(GateCallee):
 
   kind = "hold"
   # Recordings see the inner call that makes the object, because handles differ from run to run.
-  traits = GateCallee.traits.but(handles="makes", taped=False)
+  traits = GateCallee.traits.but(handles="makes", taped=False, located=True)
 
   def bind_remote(self) -> tuple[RemoteGate, Any] | None:
     return None if self.place.is_here else remote.bind(self, vars(self.function)["there"])

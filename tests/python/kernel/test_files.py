@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from free_threaded import frees_functions
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import printed_by
@@ -239,6 +240,7 @@ def test_a_missing_kernel_is_an_error_that_names_it_and_load_kernels(elsewhere: 
   assert "callgate.load_kernels" in said
 
 
+@frees_functions
 def test_a_missing_kernel_s_error_has_kernels_that_are_not_compiled_yet() -> None:
   kernel = cg.cpp(REVERSE, out=lambda x: x, name="files.typo")
   program = loaded_program(kernel, jnp.arange(2.0))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,6 +166,37 @@ def test_in_a_while_loop_with_a_collective_a_lane_that_has_ended_calls_no_more(
   assert values.tolist() == [0, 11, 22]
   assert _of_case(noted, 0) == [0, 0, 0, 1, 1, 2]
   assert _of_case(noted, 1) == [11, 21, 22]
+
+
+@pytest.mark.parametrize("waits", ["bar", "psum"])
+@pytest.mark.parametrize("inner", ["alone", "in a scan", "in a branch"])
+@pytest.mark.parametrize("name", ["tap", "io"])
+def test_lanes_of_lanes_end_their_loops_by_themselves(
+  name: str, inner: str, waits: str, noted: list[tuple[int, float]]
+) -> None:
+  def calls(x: Any) -> Any:
+    if inner == "in a scan":
+      return lax.scan(lambda _, each: (None, NOTES[name](0, each)), None, x)[1]
+    within = lambda x: x.at[0].set(NOTES[name](0, x[0]))
+    return within(x) if inner == "alone" else lax.cond(x[0] > 0, within, lambda x: x, x)
+
+  def lane(n: Any, x: Any) -> Any:
+    def step(state: Any) -> Any:
+      i, x = state
+      return i + 1, calls(x) + 1 + (0 * lax.psum(x, "i") if waits == "psum" else 0)
+
+    bar = cg.Progress("bar", file=io.StringIO()) if waits == "bar" else None
+    return cg.while_loop(lambda state: state[0] < n, step, (0, x), progress=bar)[1]
+
+  counts = np.array([[1, 3], [2, 0]])
+  first = np.arange(1.0, 13, dtype=np.float32).reshape(2, 2, 3)
+  lanes = jax.jit(jax.vmap(jax.vmap(lane, axis_name="i")))
+  np.testing.assert_array_equal(lanes(counts, first), first + counts[..., None])
+  cg.barrier()
+  seen = first if inner == "in a scan" else first[..., :1]
+  right = [x + i for n, xs in zip(counts.flat, seen.reshape(4, -1), strict=True)
+           for i in range(n) for x in xs]  # fmt: skip
+  assert _of_case(noted, 0) == sorted(right)
 
 
 @pytest.mark.parametrize("name", ["tap", "io", "ordered", "check"])

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-import scipy.optimize
 
 import callgate as cg
 
@@ -517,8 +516,8 @@ def symmetric_solver() -> Made:
 
 
 def root() -> Made:
-  def solve(theta: Any, x0: Any) -> Any:
-    return scipy.optimize.root(lambda x: x**3 - theta, x0, tol=1e-10).x
+  def solve(theta: Any, x0: Any) -> Any:  # SciPy's solver isn't thread-safe without the GIL
+    return np.cbrt(theta) + 0 * x0
 
   return cg.root(lambda x, theta: x**3 - theta, solver=solve, cast=True), (
     np.array([8, 27], np.float32),
