@@ -7,6 +7,7 @@ loaded at their own first use (`_part.py`).
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 from callgate import _callgate, _names, _part
 from callgate._call import derivatives
 from callgate._jax import compiling, distributed, loop_rules, remat, tracing
-from callgate._loops import control, lowering, repeats
+from callgate._loops import control, lowering, reducers, repeats
 from callgate._runtime import config, lifecycle, timeline
 
 
@@ -28,7 +29,7 @@ def _with_scopes(original: Callable[..., Any], *args: Any, **params: Any) -> Any
   return lower(original, *args, **params)
 
 
-# JAX's rules for loops and branches, with the layers around each, outermost first.
+# JAX's rules for loops, branches and reductions, with the layers around each, outermost first.
 LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("lowering", jax.lax.scan_p, (_with_scopes, lowering.lower)),
   ("lowering", jax.lax.while_p, (_with_scopes, lowering.lower)),
@@ -37,6 +38,10 @@ LOOP_RULES: tuple[tuple[str, Any, tuple[Callable[..., Any], ...]], ...] = (
   ("linearize", jax.lax.while_p, (repeats.linearize_while,)),
   ("checkpoint", jax.lax.while_p, (repeats.checkpoint_while,)),
   ("checkpoint", jax.lax.scan_p, (repeats.checkpoint_scan,)),
+  *(
+    ("lowering", primitive, (functools.partial(reducers.refuse, user),))
+    for primitive, user in reducers.USERS.items()
+  ),
 )
 done = False  # True once all of this has run
 

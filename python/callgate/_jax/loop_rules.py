@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's rules for loops and branches: the only place that wraps them (0.10 to 0.12).
+"""JAX's rules for loops, branches and reductions: the only place that wraps them (0.10 to 0.12).
 
 Parts of callgate add layers; `_start.py` has the table of rules, with the layers in order. A layer
 gets the next layer, or JAX's own rule, and then the rule's arguments.

@@ -44,7 +44,7 @@ from callgate._tap import primitive as _taps
 
 _Rule = Callable[..., Any]
 _Values = Sequence[Any]
-_TAPS = (_taps.tap_p, _taps.cotangent_p)
+TAPS = (_taps.tap_p, _taps.cotangent_p)
 # The first entry with an effect's type is the effect's kind.
 _KINDS = (
   (WholeTapEffect, "whole tap"),
@@ -210,7 +210,7 @@ def _in_lane(size: int, lane: Any, eqn: Any, inputs: _Values) -> _Values:
   if eqn.primitive in _gates.PRIMITIVES:
     with eqn.ctx.manager:
       return _gates.bind_in_lane(inputs, eqn.params["call"], lane, size)
-  if eqn.primitive in _TAPS:
+  if eqn.primitive in TAPS:
     with eqn.ctx.manager:
       return _taps.bind_in_lane(eqn.primitive, inputs, eqn.params, lane, size)
   if not any(map(_holds_calls, walk.subjaxprs(eqn))):
@@ -223,7 +223,7 @@ def _in_lane(size: int, lane: Any, eqn: Any, inputs: _Values) -> _Values:
 
 
 def _holds_calls(jaxpr: Any) -> bool:
-  calls = (*_gates.PRIMITIVES, *_TAPS)
+  calls = (*_gates.PRIMITIVES, *TAPS)
   return any(eqn.primitive in calls for eqn in walk.equations(jaxpr))
 
 
@@ -312,7 +312,7 @@ def _masked_while(
 
 
 def _where(mask: Any, eqn: Any, inputs: _Values) -> _Values:
-  if eqn.primitive in _TAPS:
+  if eqn.primitive in TAPS:
     return _tap(eqn, mask, inputs)
   inner = walk.subjaxprs(eqn)
   calls = (kinds_of(eqn.effects) | kinds_in(inner)) & _APART
