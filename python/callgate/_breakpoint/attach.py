@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import codecs
 import contextlib
 import fcntl
 import os
@@ -165,6 +166,7 @@ def _talk(connection: socket.socket) -> int:
   """Sends stdin, and shows the answers, until the program continues."""
   stdin = sys.stdin.fileno()  # select doesn't see lines in the buffer of `sys.stdin`
   sources: list[Any] = [connection, stdin]
+  decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a character may come in parts
   while True:
     ready, _, _ = select.select(sources, [], [])
     if connection in ready:
@@ -174,7 +176,7 @@ def _talk(connection: socket.socket) -> int:
         return 0
       if not came:
         return 0
-      sys.stdout.write(came.decode("utf-8", "replace"))
+      sys.stdout.write(decode(came))
       sys.stdout.flush()
     if stdin in ready:
       typed = os.read(stdin, 1 << 12)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import pty
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import interpreters
@@ -71,3 +73,26 @@ def test_the_answers_before_the_end_of_input_come(
     assert "the user quit a breakpoint's debugger" in err
   finally:
     program.kill()
+
+
+def test_a_character_that_arrives_in_parts_is_shown(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+  (tmp_path / "callgate").mkdir(mode=0o700)
+  with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+    server.bind(str(tmp_path / "callgate" / "1.sock"))
+    server.listen()
+    client = subprocess.Popen(
+      [sys.executable, "-m", "callgate", "attach"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    connection, _ = server.accept()
+    first, *rest = (bytes([one]) for one in "ä€\n".encode())
+    connection.sendall(first)
+    assert client.stdout is not None
+    for one in rest:  # the client has probably read the byte before
+      time.sleep(0.02)
+      connection.sendall(one)
+    connection.close()
+    out, _ = client.communicate(timeout=20)
+  assert out.decode() == "ä€\n"
