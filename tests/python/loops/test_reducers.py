@@ -13,19 +13,19 @@ import pytest
 
 import callgate as cg
 
-Of = Callable[[Any, Any], Any]
+Pairwise = Callable[[Any, Any], Any]
 add = cg.gate(lambda a, b: a + b, out=lambda a, b: a, name="reducers.add")
 increment = cg.gate(lambda a: a + 1, out=lambda a: a, name="reducers.increment")
 doubled = cg.elementwise("float32 x", "float32 y", "y = x + x", name="reducers.doubled")
 X = jnp.arange(8, dtype=np.float32)
-USERS: dict[str, Callable[[Of, Any], Any]] = {
+USERS: dict[str, Callable[[Pairwise, Any], Any]] = {
   "jax.lax.reduce": lambda f, x: jax.lax.reduce(x, np.float32(0), f, (0,)),
   "jax.lax.reduce_window": lambda f, x: jax.lax.reduce_window(
     x, np.float32(0), f, (2,), (1,), "VALID"
   ),
   "x.at[...].apply": lambda f, x: x.at[jnp.array([1, 2])].apply(lambda one: f(one, one)),
 }
-CALLS: dict[str, Of] = {
+CALLS: dict[str, Pairwise] = {
   "gate 'reducers.add'": add,
   "gate 'reducers.increment'": lambda a, b: increment(a) + b,
   "kernel 'reducers.doubled'": lambda a, b: doubled(a) + b,
