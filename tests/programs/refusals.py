@@ -8,6 +8,7 @@ import re
 # Part of the message, and the reason.
 REFUSALS = {
   "Side-effect HLO must have sharding": "XLA refuses calls without operands on several devices",
+  "side-effect HLO cannot have a replicated sharding: %io_callback": "XLA of 0.12 refuses these",
   "(?s)%slice.*Failed after spmd-partitioning": "XLA refuses slices of gathered values",
   "(?s)died: .*cannot remove instruction": "XLA of JAX 0.12 refuses ordered calls in a bare jit",
   "untyped custom call to xla.sdy": "the same for ordered calls, which XLA runs on one device",
