@@ -169,7 +169,10 @@ def _jvp(
   if functional:
     with _forward_lock:
       prepare_forward_mode()
-      return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
+      run = cast("Any", torch.func.jvp)
+      results, tangents = run(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))
+    # torch makes a float64 tangent of a float32 scalar that Python's numbers multiply.
+    return tuple(t.to(x.dtype) for x, t in zip(results, tangents, strict=True))
   again = torch.is_grad_enabled()
   with torch.enable_grad():
     results = inner(False, primals := _tracked(primals))

@@ -283,6 +283,26 @@ def forces(x: Any) -> Any:
   return torch.autograd.grad((x**4).sum(), x, create_graph=True)[0]
 
 
+SCALARS: dict[str, Callable[[Any], Any]] = {
+  "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+  "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+  "vmap of jvp": lambda f: jax.vmap(lambda x: jax.jvp(f, (x,), (x,))[1]),
+  "jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f)),
+  "jacfwd of grad": lambda f: jax.jacfwd(jax.grad(f)),
+  "grad of jacfwd": lambda f: jax.grad(jax.jacfwd(f)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_number_times_a_scalar_keeps_its_type_in_forward_mode(name: str) -> None:
+  f = cg.torch(lambda x: torch.sin(x) * 0.5 + 0.25)
+  x = X[:3] if "vmap" in name else X[0]
+  found = jax.jit(SCALARS[name](f))(x)
+  expected = SCALARS[name](lambda x: jnp.sin(x) * 0.5 + 0.25)(x)
+  assert found.dtype == expected.dtype
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 HARD: dict[str, tuple[Any, Any, dict[str, Any]]] = {
   "an old autograd.Function": (lambda x: OldSquare.apply(x), lambda x: x * x, {}),
   "no forward mode": (lambda x: NewSquare.apply(x), lambda x: x * x, {}),
