@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from typing import Any
 
 from callgate._core import shown
@@ -137,17 +136,11 @@ def get(name: str) -> Any:
   return getattr(importlib.import_module(MODULES[name]), name)
 
 
-# Held while public objects change: threads may ask for their first names at once.
-_publishing = threading.RLock()
-
-
 def publish() -> dict[str, Any]:
   """Returns the imported public objects, after setting their module to "callgate"."""
-  with _publishing:
-    modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
-    found = {
-      name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)
-    }
+  modules = {name: sys.modules.get(module) for name, module in MODULES.items()}
+  found = {name: getattr(module, name) for name, module in modules.items() if hasattr(module, name)}
+  with shown.changing:
     for value in found.values():
       if getattr(value, "__module__", "").startswith("callgate."):
         shown.show(value)

@@ -34,6 +34,7 @@ REFUSALS = {
   r"JaxprTrace \d+>\.effect_handles": "JAX leaks a tracer for an effect in a loop under `hessian`",
   r"not supported in (partial-eval|AD) of `checkpoint`": "JAX's callbacks have no derivative there",
   r"incompatible devices for .* argument x of add": "JAX's operators need one device outside jit",
+  "outside of the jax.shard_map in a saved loop": "devices take a feed's items at different times",
   "State effect not supported in vmap-of-cond": "JAX has no `vmap` of a branch with a Ref",
   "Cannot `vmap` ordered IO callback": "JAX has no `vmap` of ordered callbacks",
   "JAX would keep the results of every step of the loop": "threads or objects in such a loop",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 import types
 import typing
 from typing import Any
@@ -40,18 +41,23 @@ def _text(given: Any) -> str:
   return _MODULES.sub("", text)
 
 
+# Held while public objects change: threads may ask for their first names at once.
+changing = threading.RLock()
+
+
 def show(*values: Any) -> None:
   """Makes public functions, and functions of public classes, show annotations without quotes."""
-  for value in values:
-    if isinstance(value, type):
-      if inspect.get_annotations(value):  # `get_type_hints` would use the public module
-        value.__annotations__ = inspect.get_annotations(value, eval_str=True)
-      for base in value.__mro__:
-        if base.__module__.partition(".")[0] == "callgate":
-          for member in vars(base).values():
-            _show(getattr(member, "__func__", member))
-    else:
-      _show(value)
+  with changing:
+    for value in values:
+      if isinstance(value, type):
+        if inspect.get_annotations(value):  # `get_type_hints` would use the public module
+          value.__annotations__ = inspect.get_annotations(value, eval_str=True)
+        for base in value.__mro__:
+          if base.__module__.partition(".")[0] == "callgate":
+            for member in tuple(vars(base).values()):
+              _show(getattr(member, "__func__", member))
+      else:
+        _show(value)
 
 
 def _show(function: Any) -> None:

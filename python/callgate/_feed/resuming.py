@@ -16,7 +16,7 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._core import registry
-from callgate._core.errors import EndOfFeed, GateError
+from callgate._core.errors import EndOfFeed, GateDefinitionError, GateError
 from callgate._feed.gate import FeedGate
 from callgate._feed.producer import Producer
 from callgate._feed.shares import Shares
@@ -28,12 +28,25 @@ COUNT = jax.ShapeDtypeStruct((2,), np.uint32)
 
 
 def feeds_in(jaxpr: Any) -> tuple[FeedGate, ...]:
-  """Returns the feeds that a traced function reads, in order; skips `resumable=False`."""
-  gates = (
-    eqn.params.get("gate", getattr(eqn.params.get("call"), "gate", None))
-    for eqn in walk.equations(jaxpr)
-  )
-  return tuple(dict.fromkeys(it for it in gates if isinstance(it, FeedGate) and it.resumable))
+  """Returns the feeds that a traced function reads, in order; skips `resumable=False`.
+
+  Raises:
+    GateDefinitionError: the devices of a `jax.shard_map` read a feed.
+  """
+  found: dict[FeedGate, None] = {}
+  for *around, eqn in walk.paths(jaxpr):
+    feed = eqn.params.get("gate", getattr(eqn.params.get("call"), "gate", None))
+    if not isinstance(feed, FeedGate) or not feed.resumable:
+      continue
+    devices = (one.params["mesh"].size for one in around if one.primitive.name == "shard_map")
+    if feed.shares is None and max(devices, default=1) > 1:
+      raise GateDefinitionError(
+        f"feed '{feed.name}': expected next() outside of the jax.shard_map in a saved loop. Its "
+        "devices take items at different times, so a checkpoint can't count the items of a step. "
+        "Pass the item in (sharding= splits it), or use cg.feed(..., resumable=False)"
+      )
+    found[feed] = None
+  return tuple(found)
 
 
 def names(feeds: Sequence[FeedGate]) -> tuple[str, ...]:

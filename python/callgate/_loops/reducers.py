@@ -6,11 +6,11 @@ XLA compiles such a function into its own loops, without calls. A call there wou
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from callgate._call.primitive import PRIMITIVES
 from callgate._core.errors import GateDefinitionError
@@ -29,7 +29,7 @@ USERS = {
 
 def refuse(user: str, original: Callable[..., Any], *args: Any, **params: Any) -> Any:
   """The layer around the lowering of a primitive of `USERS`."""
-  for jaxpr in jaxprs_in_params(params):
+  for jaxpr in walk.subjaxprs(types.SimpleNamespace(params=params)):
     for call in filter(None, map(_call_of, walk.equations(jaxpr))):
       raise GateDefinitionError(
         f"{user}: expected a function of JAX's own operations, got one that calls {call}. XLA "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import signal
 import time
@@ -358,6 +359,23 @@ def test_lanes_and_regions_are_refused_by_name(tmp_path: Path, resume: bool) -> 
   x = jax.device_put(jnp.zeros(2), jax.NamedSharding(mesh, jax.P("d")))
   with pytest.raises(cg.GateDefinitionError, match=r"outside jax\.shard_map"):
     jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))(x)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_feed_whose_items_several_devices_take_is_refused(tmp_path: Path, resume: bool) -> None:
+  def run(devices: int, **options: Any) -> Any:
+    mesh = jax.sharding.Mesh(jax.devices()[:devices], ("d",))
+    numbers = cg.feed((np.float32(i) for i in itertools.count()), **options)
+    add = jax.shard_map(
+      lambda x: x + numbers.next(), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")
+    )
+    saves = cg.Checkpoints(tmp_path / f"{devices}", resume=resume)
+    return cg.scan(lambda x, _: (add(x), None), jnp.zeros(2), length=4, save=saves)[0].sum()
+
+  with pytest.raises(cg.GateDefinitionError, match=r"next\(\) outside of the jax.shard_map"):
+    run(2)
+  assert run(1) == 2 * sum(range(4))
+  assert run(2, resumable=False) == sum(range(8))
 
 
 def test_wrong_options(tmp_path: Path) -> None:
