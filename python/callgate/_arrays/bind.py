@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,9 @@ class _Immutable:
 
 
 def _to_jax(buffer: Any) -> Any:
-  return escape.view_of(buffer, lambda: jax.dlpack.from_dlpack(_Immutable(buffer)))
+  array = jax.dlpack.from_dlpack(_Immutable(buffer))
+  escape.jax_arrays[buffer] = weakref.ref(array)
+  return array
 
 
 def _flat(

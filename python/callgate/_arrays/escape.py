@@ -23,7 +23,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import jax
 import numpy as np
 
 from callgate import _callgate
@@ -329,13 +328,6 @@ def _owner(item: Any) -> Any:
 # Atomic: single steps.
 jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _XLA_SECONDS = 30.0
-
-
-def view_of(buffer: Any, make: Callable[[], jax.Array]) -> jax.Array:
-  """Returns the array over a Buffer's memory that `make` makes, for its call."""
-  array = make()
-  jax_arrays[buffer] = weakref.ref(array)
-  return array
 
 
 def _await_xla(buffer: Any, *, until_dropped: bool) -> None:

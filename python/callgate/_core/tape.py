@@ -81,7 +81,9 @@ def make_object(
   if (tape := _callgate.tape()) is None:
     return make(), None
   _, lane, device, shard, _ = _callgate.current_place() or _NO_PLACE
-  answer = _ask(tape, gate, operands, (), "", lane, shard, device, _callgate.current_run())
+  run = _callgate.current_run()
+  run = UNKNOWN if run is None else run
+  answer = _ask(tape, gate, operands, (), "", lane, shard, device, run)
   if isinstance(answer, Answer):
     return Standin(gate), answer.number
   return _make_and_report(answer, make, lambda _: ()), getattr(answer, "number", UNKNOWN)
@@ -89,9 +91,8 @@ def make_object(
 
 def _ask(
   tape: Any, gate: str, operands: Sequence[Value], types: Sequence[Type], spec: str, lane: int,
-  shard: int = UNKNOWN, device: int = UNKNOWN, run: int | None = UNKNOWN,
+  shard: int = UNKNOWN, device: int = UNKNOWN, run: int = UNKNOWN,
 ) -> Any:  # fmt: skip
-  run = UNKNOWN if run is None else run
   return tape(gate, "", spec, lane, shard, device, run, tuple(operands), tuple(types))
 
 

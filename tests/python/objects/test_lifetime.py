@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from free_threaded import FREE
 from property_checks import is_soak
 
 import callgate as cg
@@ -469,7 +470,8 @@ def test_threads_that_make_and_drop_objects_lose_none() -> None:
   for thread in threads:
     thread.join()
   assert not failures, failures[0]
-  assert Counted.most < max(1000, Counted.made / 4)  # moments without a program are few here
+  # Moments without a program are few here, and are fewer without the GIL.
+  assert Counted.most < max(1000 if FREE else 500, Counted.made / 4)
 
 
 def test_the_table_frees_nothing_that_python_holds_itself() -> None:

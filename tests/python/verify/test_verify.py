@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.optimize
+from free_threaded import FREE
 
 import callgate as cg
 
@@ -516,8 +518,10 @@ def symmetric_solver() -> Made:
 
 
 def root() -> Made:
-  def solve(theta: Any, x0: Any) -> Any:  # SciPy's solver isn't thread-safe without the GIL
-    return np.cbrt(theta) + 0 * x0
+  def solve(theta: Any, x0: Any) -> Any:
+    if FREE:  # SciPy's solver isn't thread-safe there
+      return np.cbrt(theta) + 0 * x0
+    return scipy.optimize.root(lambda x: x**3 - theta, x0, tol=1e-10).x
 
   return cg.root(lambda x, theta: x**3 - theta, solver=solve, cast=True), (
     np.array([8, 27], np.float32),
